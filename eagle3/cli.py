@@ -1,0 +1,150 @@
+"""One skeleton for every Python stage: options, settings, log, signals, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.contract import SCRIPTS, Interrupted, RunDir, StageError, write_text
+
+if TYPE_CHECKING:
+    from eagle3.config import Profile, Recipe
+
+log = logging.getLogger("eagle3")
+
+
+@dataclass
+class Stage:
+    """What a stage gets to work with."""
+
+    number: str
+    args: argparse.Namespace
+    recipe: Recipe
+    profile: Profile
+    run: RunDir
+
+
+def stage_parser(number: str, doc: str) -> argparse.ArgumentParser:
+    """Options that every stage has; defaults come from the variables that run_pipeline.sh uses."""
+    summary, _, rest = doc.strip().partition("\n")
+    parser = argparse.ArgumentParser(
+        prog=SCRIPTS[number],
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="default: $RUN_DIR, else runs/$RECIPE-$SAMPLES")
+    parser.add_argument(
+        "--recipe", metavar="FILE", help="name or YAML file; default: $RECIPE, else smollm2-135m"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="K=V", help="override a recipe key (repeatable)"
+    )
+    parser.add_argument("--force", action="store_true", help="drop what this stage made and make it anew")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="do nothing; exit 0 if the stage is done, 1 if work is left, 2 if refused",
+    )
+    return parser
+
+
+def load_stage(number: str, args: argparse.Namespace) -> Stage:
+    """Resolve recipe, profile and run directory of a stage from options and environment."""
+    from eagle3 import config
+
+    name = (
+        args.recipe
+        or os.environ.get("RECIPE")
+        or config.recorded_recipe(args.run_dir or os.environ.get("RUN_DIR"))
+        or config.DEFAULT_RECIPE
+    )
+    overrides = [*shlex.split(os.environ.get("RECIPE_SET", "")), *args.set]
+    recipe = config.load_recipe(name, overrides, os.environ.get("SAMPLES"))
+    return Stage(number, args, recipe, config.load_profile(), config.run_dir(recipe, args.run_dir))
+
+
+def run_stage(parser: argparse.ArgumentParser, number: str, body: Callable[[Stage], str], argv=None) -> int:
+    """Parse, run, and turn every ending into the right exit status.
+
+    Args:
+        body: does the work and returns how it ended: "done" or "skipped"; with --check "done" or "todo".
+
+    Returns:
+        0 done, 1 failed (one line, the traceback only in the log), 2 bad usage, 128 + signal number.
+    """
+    args = parser.parse_args(argv)
+    started, stage, status, code, error = time.time(), None, "failed", 1, None
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _interrupt)
+    try:
+        stage = load_stage(number, args)
+        start_log(stage.run, number, quiet=args.check)
+        if not args.check:
+            from eagle3.config import dump_recipe
+
+            write_text(stage.run.path / "recipe.yaml", dump_recipe(stage.recipe))
+            log.info("$ %s", shlex.join(["python", *sys.argv]))
+        status = body(stage)
+        code = 0 if status in ("done", "skipped") else 1
+    except StageError as err:
+        error, code = str(err), err.exit_code
+        log.error("%s: %s", SCRIPTS[number], err)
+    except Interrupted as err:
+        status, code, error = "interrupted", 128 + err.signum, signal.Signals(err.signum).name
+        log.error("%s: stopped by %s; run it again to continue", SCRIPTS[number], error)
+    except ModuleNotFoundError as err:
+        error = f"Python package {err.name!r} is missing; ./run_pipeline.sh setup, then use .venv/bin/python"
+        log.error("%s: %s", SCRIPTS[number], error)
+    except Exception as err:
+        error = f"unexpected {type(err).__name__}: {' '.join(str(err).split())[:300]}"
+        where = stage.run.logs / f"{number}.log" if stage else None
+        if where and logging.getLogger("eagle3.trace").handlers:
+            logging.getLogger("eagle3.trace").error("%s", traceback.format_exc())
+            log.error("%s: %s (traceback in %s)", SCRIPTS[number], error, where)
+        else:
+            traceback.print_exc()
+    if stage and not args.check and stage.run.path.is_dir():
+        from eagle3.record import note_attempt
+
+        note_attempt(
+            stage.run, number, status, started, stage.profile.name, **({"error": error} if error else {})
+        )
+    return code
+
+
+def _interrupt(signum, _frame):
+    # A second signal must not break the clean-up that the first one started.
+    for other in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted(signum)
+
+
+def start_log(run: RunDir, number: str, quiet: bool = False) -> None:
+    """Send log lines to stderr (short) and to logs/NN.log (with time; tracebacks only there)."""
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers.clear()
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setFormatter(logging.Formatter(f"[{number}] %(message)s"))
+    log.addHandler(screen)
+    trace = logging.getLogger("eagle3.trace")
+    trace.propagate = False
+    trace.handlers.clear()
+    if quiet:
+        return
+    run.logs.mkdir(parents=True, exist_ok=True)
+    book = logging.FileHandler(Path(run.logs) / f"{number}.log", encoding="utf-8")
+    book.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
+    log.addHandler(book)
+    trace.addHandler(book)
