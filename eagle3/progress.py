@@ -42,7 +42,8 @@ class Progress:
     def __str__(self) -> str:
         meter = tqdm.format_meter(
             self.n, self.total, time.time() - self.began, ncols=0, prefix=self.what, unit=self.unit,
-            initial=self.initial, unit_scale=self.total >= 100_000, postfix=self.note or None, bar_format="{desc}: {n_fmt}/{total_fmt} {percentage:.0f}% {rate_fmt} eta {remaining}{postfix}",
+            initial=self.initial, unit_scale=self.total >= 100_000, postfix=self.note or None,
+            bar_format="{desc}: {n_fmt}/{total_fmt} {percentage:.0f}% {rate_fmt} eta {remaining}{postfix}",
         )  # fmt: skip
         return meter
 

@@ -77,7 +77,7 @@ class StageRecord:
         return self.folder / "stage.json"
 
     def done(self) -> dict | None:
-        """stage.json if the stage is finished with this identity and its files have their sizes, else None."""
+        """stage.json if finished with this identity and its files have their sizes, else None."""
         old = read_json(self.path)
         if not old or old.get("status") != "done" or old["identity"] != self.identity:
             return None

@@ -54,7 +54,7 @@ def served_name(verifier) -> str:
 
 
 def staging_dir(run: RunDir, profile) -> Path:
-    """Where the server leaves states for 03: shared memory if it holds the budget, else the run's own disk."""
+    """Where the server leaves states for 03: shared memory if it holds the budget, else the run's disk."""
     budget = profile.EXTRACT_STAGING_GB * 1e9
     shm = Path("/dev/shm")
     if shm.is_dir() and shutil.disk_usage(shm).free > 2 * budget:
@@ -120,7 +120,7 @@ def server_args(mode: str, stage, verifier, draft: Path | None = None, port: int
     return args
 
 
-# --- ownership -------------------------------------------------------------------------------------------------
+# --- ownership ------------------------------------------------------------------------------------------
 
 
 def _start_time(pid: int) -> str | None:
@@ -357,8 +357,8 @@ def _obituary(code: int, path: Path, began: int = 0) -> str:
     hint = ""
     if OUT_OF_MEMORY.search(text):
         hint = (
-            "\nout of memory: lower VERIFIER_MAX_SEQS (now {}) and VERIFIER_BATCH_TOKENS (now {}) first, then "
-            "VERIFIER_MEMORY_FRACTION (now {}), or verifier.max_model_len"
+            "\nout of memory: lower VERIFIER_MAX_SEQS (now {}) and VERIFIER_BATCH_TOKENS (now {}) first, "
+            "then VERIFIER_MEMORY_FRACTION (now {}), or verifier.max_model_len"
         ).format(*(os.environ.get(k, "as in the profile") for k in
                    ("VERIFIER_MAX_SEQS", "VERIFIER_BATCH_TOKENS", "VERIFIER_MEMORY_FRACTION")))  # fmt: skip
     return f"verifier died with exit code {code}; last lines of {path}:\n{tail(path)}{hint}"
@@ -383,7 +383,8 @@ def probe(server: Server, verifier) -> None:
     here = verifier.tokenizer().encode(PROBE, add_special_tokens=False)
     if there != here:
         raise StageError(
-            f"{server.url} tokenizes the probe text as {there[:8]}..., the verifier's tokenizer as {here[:8]}..."
+            f"{server.url} tokenizes the probe text as {there[:8]}..., "
+            f"the verifier's own tokenizer as {here[:8]}..."
         )
 
 

