@@ -175,6 +175,7 @@ class EvaluateSection(Section):
     concurrency: list[int] = Field(default_factory=lambda: [1, 4])
     repeats: int = Field(3, gt=0)
     timed_prompts: int | None = Field(None, gt=0, description="prompts per timed repeat; null: all")
+    timed_tokens: int | None = Field(None, gt=0, description="tokens of a timed answer; null: max_tokens")
     max_gap: float = Field(0.1, gt=0, description="predicted against served acceptance per position")
 
 
