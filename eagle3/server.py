@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +40,18 @@ OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Server:
-    """A running server that answered its probes."""
+    """A running server. It answered its probes; one started with wait=False does so in `ready()`."""
 
     url: str
     model: str
     pid: int
+    log: Path = Path("verifier.log")
+    ready: Callable[[], None] = lambda: None
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is still there."""
+        return _start_time(self.pid) is not None
 
 
 def served_name(verifier) -> str:
@@ -117,6 +124,8 @@ def server_args(mode: str, stage, verifier, draft: Path | None = None, port: int
         spec = {"method": "eagle3", "model": str(draft)}
         spec["num_speculative_tokens"] = recipe.evaluate.num_speculative_tokens
         args += ["--speculative-config", json.dumps(spec)]
+        # Accepted drafts of each request in its response: 06 tells prompts apart at any concurrency.
+        args += ["--per-request-spec-decode-metrics", "summary"]
     return args
 
 
@@ -241,13 +250,15 @@ def _die_with_parent() -> None:
 
 @contextmanager
 def verifier_server(
-    mode: str, stage, verifier, draft: Path | None = None, port: int | None = None, name: str = "verifier"
-) -> Iterator[Server]:
+    mode: str, stage, verifier, draft: Path | None = None, port: int | None = None, name: str = "verifier",
+    wait: bool = True,
+) -> Iterator[Server]:  # fmt: skip
     """Start 02_launch_verifier.sh, wait until it is ready and is the right one, and stop it in any case.
 
     Args:
         mode, draft, port: as for `server_args`.
-        name: log file name under logs/ and pid file, so that two servers can be up at once.
+        name: names log and pid file, so that two servers can be up at once.
+        wait: False returns at once, so that several load side by side; call `ready()` before using it.
 
     Raises:
         StageError: busy port, a server that died (exit code and last log lines), a deadline, a wrong model.
@@ -290,9 +301,15 @@ def verifier_server(
     pids = pid_file(run, name)
     write_json(pids, noted)
     try:
-        _wait_ready(process, stage, port, path, began)
-        server = Server(f"http://{profile.VERIFIER_HOST}:{port}", served_name(verifier), process.pid)
-        probe(server, verifier)
+        url = f"http://{profile.VERIFIER_HOST}:{port}"
+
+        def ready() -> None:
+            _wait_ready(process, stage, port, path, began)
+            probe(server, verifier)
+
+        server = Server(url, served_name(verifier), process.pid, path, ready)
+        if wait:
+            ready()
         yield server
     finally:
         peak = peak_group_bytes(process.pid)
@@ -420,7 +437,7 @@ def main(argv=None) -> int:
     args.run_dir = args.recipe = None
     args.set, args.check, args.force = [], False, False
     from eagle3.cli import _interrupt, load_stage, start_log
-    from eagle3.verifier import open_verifier
+    from eagle3.verifier import open_verifier, unseen_verifier
 
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _interrupt)
@@ -430,7 +447,12 @@ def main(argv=None) -> int:
         if args.what == "stop":
             stop_orphans(stage.run)
             return 0
-        verifier = open_verifier(stage.recipe, fetch=False)
+        try:
+            verifier = open_verifier(stage.recipe, fetch=False)
+        except StageError:
+            if os.environ.get("DRY_RUN") != "1":
+                raise
+            verifier = unseen_verifier(stage.recipe)
         if args.what == "args":
             found = server_args(args.mode, stage, verifier, args.draft)
             sys.stdout.write("".join(f"{a}\0" for a in found))

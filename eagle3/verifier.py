@@ -134,8 +134,8 @@ class Verifier:
     def tensor_names(self) -> dict[str, str]:
         """Names of the text model's `embed`, `norm` and `head` tensors.
 
-        A candidate is a prefix under which there are an embedding [vocab, hidden], a final norm [hidden] and
-        the last decoder layer of the text config: towers with like-named tensors fail at least one of the three.
+        A candidate is a prefix under which there are an embedding [vocab, hidden], a final norm [hidden]
+        and the last decoder layer of the text config: towers with like-named tensors fail one of the three.
 
         Raises:
             StageError: none or several candidates (they are named), or an untied verifier without a head.
@@ -213,6 +213,34 @@ class Verifier:
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
 
 
+def unseen_verifier(recipe: Recipe) -> Verifier:
+    """What a recipe alone says of its verifier, for plans and dry runs where the files are not here.
+
+    Raises:
+        ConfigError: the recipe's `verifier.expected` lacks what a plan needs.
+    """
+    section = recipe.verifier
+    needed = ("hidden_size", "num_hidden_layers", "vocab_size")
+    if missing := [k for k in needed if k not in section.expected]:
+        raise ConfigError(
+            f"{section.model} is not on this machine and {recipe.path.name} does not say "
+            f"{', '.join(missing)} under verifier.expected"
+        )
+    verifier = Verifier(Path(section.model), dict(section.expected), [], section.trust_remote_code)
+    verifier.layers = _layers(section, verifier.num_layers)
+    verifier.fingerprint = "not-here"
+    return verifier
+
+
+def _layers(section: VerifierSection, n: int) -> list[int]:
+    layers = section.layers or [2, n // 2, n - 3]
+    if sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= n:
+        raise ConfigError(
+            f"verifier.layers {layers}: ascending ids from 1 to {n - 1}; the final one, {n}, is added"
+        )
+    return layers
+
+
 def text_config(config: dict) -> dict:
     """The text model's config with its class defaults.
 
@@ -255,13 +283,7 @@ def open_verifier(recipe: Recipe, fetch: bool = True) -> Verifier:
             raise ConfigError(
                 f"{path}: text config has {key} {verifier.value(key)}, the recipe expects {want}"
             )
-    n = verifier.num_layers
-    layers = section.layers or [2, n // 2, n - 3]
-    if sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= n:
-        raise ConfigError(
-            f"verifier.layers {layers}: ascending ids from 1 to {n - 1}; the final one, {n}, is added"
-        )
-    verifier.layers = layers
+    verifier.layers = _layers(section, verifier.num_layers)
     return verifier
 
 
