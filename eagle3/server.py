@@ -33,6 +33,7 @@ log = logging.getLogger("eagle3")
 # A fixed text whose tokens must agree between the server and the local tokenizer.
 PROBE = "The verifier's tokenizer, probed: 12,345 tokens; naïve café — 你好, world!\n\tdef f(x): return x**2"
 
+LAUNCHER = ROOT / "02_launch_verifier.sh"
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|No available memory for the cache blocks|KV cache.*larger than"
 )
@@ -272,7 +273,7 @@ def verifier_server(
         )
     run.logs.mkdir(parents=True, exist_ok=True)
     path = run.path / f"{name}.log"
-    command = [str(ROOT / "02_launch_verifier.sh"), mode, *(["--draft", str(draft)] if draft else [])]
+    command = [str(LAUNCHER), mode, *(["--draft", str(draft)] if draft else [])]
     mark = f"{os.getpid()}-{time.time_ns()}"
     environment = {
         **os.environ,
