@@ -35,10 +35,11 @@ run() {
 }
 forward() {
     trap '' HUP INT TERM
-    [[ -z $child ]] || { kill -"$1" "$child" 2>/dev/null || true; wait "$child" || true; }
-    exit "$2"
+    # Always TERM: bash starts background children with INT ignored, and not every program undoes that.
+    [[ -z $child ]] || { kill -TERM "$child" 2>/dev/null || true; wait "$child" || true; }
+    exit "$1"
 }
-trap 'forward HUP 129' HUP; trap 'forward INT 130' INT; trap 'forward TERM 143' TERM
+trap 'forward 129' HUP; trap 'forward 130' INT; trap 'forward 143' TERM
 
 setup() {
     if [[ ${SETUP-} == off ]]; then

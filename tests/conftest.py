@@ -93,8 +93,8 @@ def smol() -> Path:
     return open_verifier(load_recipe("smollm2-135m")).path
 
 
-# The end-to-end run of the tests: the default recipe on a small budget. Few answers, so a weak draft; what the
-# tests look at is that every stage did its work and that the figures agree with each other.
+# The end-to-end run of the tests: the default recipe on a small budget. Few answers, so a weak draft; what
+# the tests look at is that every stage did its work and that the figures agree with each other.
 E2E_SAMPLES = "48"
 E2E_SET = (
     "train.epochs=3 answers.max_tokens=64 evaluate.max_tokens=48 evaluate.repeats=2 "
