@@ -139,7 +139,7 @@ flock -n 9 || die "another run_pipeline.sh works in $RUN_DIR; ./run_pipeline.sh 
 # Whatever happens, the run directory ends with a report that says where it stands and how to go on.
 trap 'code=$?; "$PYTHON" -m eagle3.report --quiet 9>&- || true; exit $code' EXIT
 run "$PYTHON" -m eagle3.server stop 9>&-
-run "$PYTHON" -m eagle3.plan --preflight 9>&-
+run "$PYTHON" -m eagle3.preflight 9>&-
 pipeline 9>&-
 echo "all stages done in $(( SECONDS - began )) s"
 "$PYTHON" -m eagle3.report --summary 9>&-

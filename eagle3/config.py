@@ -112,6 +112,7 @@ class DataSection(Section):
     exclude: list[str] = Field(default_factory=list, description="files whose prompts are kept out")
     val_share: float = Field(0.04, gt=0, lt=1, description="share of conversations kept for validation")
     max_prompt_tokens: int
+    expected_prompt_tokens: int | None = Field(None, gt=0, description="mean, for `plan` before 01 has run")
     overlong: Literal["drop", "cut"] = Field("drop", description="cut: drop oldest turns until it fits")
     near_duplicate: float = Field(0.85, gt=0, le=1, description="Jaccard similarity that counts as equal")
     max_rejected_share: float = Field(0.5, ge=0, le=1)
@@ -121,6 +122,7 @@ class AnswerSection(Section):
     """How the verifier answers, as it is served in production."""
 
     max_tokens: int
+    expected_tokens: int | None = Field(None, gt=0, description="mean, for `plan` before 03 has run")
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0

@@ -306,6 +306,7 @@ def verifier_server(
 
         def ready() -> None:
             _wait_ready(process, stage, port, path, began)
+            noted["ready_seconds"] = _age(noted)
             probe(server, verifier)
 
         server = Server(url, served_name(verifier), process.pid, path, ready)
