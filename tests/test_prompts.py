@@ -13,7 +13,7 @@ and every line after the first where the first line that is left ends in a colon
   keeps fewer than three words ("My cat sleeps.": `my _`) is all content and has no frame; a question
   or a sentence with an instruction verb always has one.
 - *prefix frame*: the first four words (all, if there are fewer) as they stand. It catches what
-  different middles let through: "What are the odds of rain?", "What are the odds that a coin falls on its edge?".
+  different middles let through: "What are the odds of rain?", "What are the odds that it rains?".
 At most MAX_SHARE prompts, training and held-out together, share a frame of either kind, and no
 frame of a held-out prompt occurs in training.
 
