@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle3 import progress
 from eagle3.contract import SCRIPTS, Interrupted, RunDir, StageError, write_text
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def run_stage(parser: argparse.ArgumentParser, number: str, body: Callable[[Stag
         if not args.check:
             from eagle3.config import dump_recipe
 
+            if os.environ.get("RANK", "0") == "0":
+                progress.begin_file(stage.run.logs / f"{number}.progress.json")
             write_text(stage.run.path / "recipe.yaml", dump_recipe(stage.recipe))
             log.info("$ %s", shlex.join(["python", *sys.argv]))
         status = body(stage)
@@ -114,7 +117,8 @@ def run_stage(parser: argparse.ArgumentParser, number: str, body: Callable[[Stag
             log.error("%s: %s (traceback in %s)", SCRIPTS[number], error, where)
         else:
             traceback.print_exc()
-    if stage and not args.check and stage.run.path.is_dir():
+    progress.end_file()
+    if stage and not args.check and stage.run.path.is_dir() and os.environ.get("RANK", "0") == "0":
         from eagle3.record import note_attempt
 
         note_attempt(

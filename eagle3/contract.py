@@ -166,3 +166,16 @@ def read_jsonl(path: Path):
                 yield json.loads(line)
             except ValueError as err:
                 raise StageError(f"{path}:{number}: {err}") from None
+
+
+def process_start_time(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat); None if it is gone.
+
+    With the pid it names a process for good: pids are used again, the pair is not.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else fields[19]

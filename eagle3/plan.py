@@ -501,8 +501,9 @@ def table(plan: dict) -> str:
     """The plan for people."""
     s, t, b = plan["samples"], plan["tokens"], plan["bytes"]
     out = [
-        f"plan for recipe {plan['recipe']}, profile {plan['profile']}, stages {'-'.join(plan['stages_planned'])}",
-        f"rows      {s['train']:,} training, {s['val']:,} validation, {s['heldout']:,} held out: {s['origin']}",
+        f"recipe {plan['recipe']}, profile {plan['profile']}, stages {' to '.join(plan['stages_planned'])}",
+        f"rows      {s['train']:,} training, {s['val']:,} validation, {s['heldout']:,} held out "
+        f"({s['origin']})",
     ]
     p, a = plan["tokens_per_row"]["prompt"], plan["tokens_per_row"]["answer"]
     out += [

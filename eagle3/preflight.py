@@ -48,8 +48,8 @@ def check_gpus(profile, stages: list[str]) -> list[str]:
     used = profile.VERIFIER_TP * profile.VERIFIER_DP
     if used > profile.GPUS or profile.TRAIN_GPUS > profile.GPUS:
         bad.append(
-            f"profile: VERIFIER_TP x VERIFIER_DP = {used} and TRAIN_GPUS = {profile.TRAIN_GPUS} must fit GPUS = "
-            f"{profile.GPUS}"
+            f"profile: VERIFIER_TP x VERIFIER_DP = {used} and TRAIN_GPUS = {profile.TRAIN_GPUS} "
+            f"must fit GPUS = {profile.GPUS}"
         )
     return bad
 

@@ -178,6 +178,7 @@ def note_attempt(run: RunDir, number: str, status: str, started: float, profile:
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.time() - started, 2),
             "peak_rss_bytes": provenance.peak_rss_bytes(),
+            "settings": {k: os.environ[k] for k in ("SAMPLES", "RECIPE_SET", "ROUNDS") if os.environ.get(k)},
             **provenance.collect(profile),
             **extra,
         }
@@ -188,8 +189,3 @@ def note_attempt(run: RunDir, number: str, status: str, started: float, profile:
 def files_of(folder: Path, *patterns: str) -> list[Path]:
     """Files and folders directly below `folder` that match any pattern, sorted."""
     return sorted({p for pattern in patterns for p in folder.glob(pattern)})
-
-
-def pid_alive(pid: int) -> bool:
-    """Whether a process with this id exists."""
-    return os.path.exists(f"/proc/{pid}")

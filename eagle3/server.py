@@ -26,7 +26,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3.contract import ROOT, Interrupted, RunDir, StageError, read_json, write_json
+from eagle3.contract import (
+    ROOT,
+    Interrupted,
+    RunDir,
+    StageError,
+    process_start_time,
+    read_json,
+    write_json,
+)
 
 log = logging.getLogger("eagle3")
 
@@ -52,7 +60,7 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether its process is still there."""
-        return _start_time(self.pid) is not None
+        return process_start_time(self.pid) is not None
 
 
 def served_name(verifier) -> str:
@@ -133,16 +141,6 @@ def server_args(mode: str, stage, verifier, draft: Path | None = None, port: int
 # --- ownership ------------------------------------------------------------------------------------------
 
 
-def _start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat); None if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else fields[19]
-
-
 def group_members(pgid: int) -> list[int]:
     """Living processes of a process group."""
     found = []
@@ -205,9 +203,9 @@ def stop_orphans(run: RunDir) -> int:
     stopped = 0
     for path in sorted(run.path.glob("*.pid")):
         noted = read_json(path)
-        if _start_time(noted["owner"][0]) == noted["owner"][1]:
+        if process_start_time(noted["owner"][0]) == noted["owner"][1]:
             continue
-        ours = _start_time(noted["pid"]) == noted["start_time"]
+        ours = process_start_time(noted["pid"]) == noted["start_time"]
         if ours or any(_environ_mark(pid) == noted["mark"] for pid in group_members(noted["pid"])):
             log.info("stopping the server that an interrupted run left behind (pid %d)", noted["pid"])
             stop_group(noted["pid"])
@@ -293,12 +291,15 @@ def verifier_server(
         )  # fmt: skip
     noted = {
         "pid": process.pid,
-        "start_time": _start_time(process.pid),
+        "start_time": process_start_time(process.pid),
         "mark": mark,
         "port": port,
         "mode": mode,
     }
-    noted |= {"owner": [os.getpid(), _start_time(os.getpid())], "staging": str(staging_dir(run, profile))}
+    noted |= {
+        "owner": [os.getpid(), process_start_time(os.getpid())],
+        "staging": str(staging_dir(run, profile)),
+    }
     pids = pid_file(run, name)
     write_json(pids, noted)
     try:
@@ -413,7 +414,7 @@ def run_with_server(mode: str, stage, verifier, draft: Path | None, command: lis
         child = subprocess.Popen(command)
         try:
             while child.poll() is None:
-                if _start_time(server.pid) is None:
+                if process_start_time(server.pid) is None:
                     child.terminate()
                     child.wait()
                     raise StageError(

@@ -144,8 +144,9 @@ def test_another_tokenizer_is_refused(bed, monkeypatch):
 def orphan(bed, owner_alive: bool):
     """A server noted by an owner that lives (this process) or is gone."""
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    owner = [os.getpid(), server._start_time(os.getpid())] if owner_alive else [process.pid, "1"]
-    note = {"pid": process.pid, "start_time": server._start_time(process.pid), "mark": "x", "owner": owner}
+    owner = [os.getpid(), server.process_start_time(os.getpid())] if owner_alive else [process.pid, "1"]
+    note = {"pid": process.pid, "start_time": server.process_start_time(process.pid), "mark": "x"}
+    note["owner"] = owner
     (bed.run.path / "verifier.pid").write_text(json.dumps({**note, "staging": str(bed.run.path / "staging")}))
     return process
 
@@ -186,9 +187,9 @@ def test_a_killed_owner_takes_the_server_with_it(bed, tmp_path):
     owner.kill()
     owner.wait()
     deadline = time.time() + 5
-    while server._start_time(pid) is not None and time.time() < deadline:
+    while server.process_start_time(pid) is not None and time.time() < deadline:
         time.sleep(0.05)
-    assert server._start_time(pid) is None
+    assert server.process_start_time(pid) is None
 
 
 def test_fault_15_invalid_flag_fails_in_seconds_not_at_the_deadline(tmp_path, smol):
