@@ -18,7 +18,7 @@ from pathlib import Path
 
 from eagle3 import provenance
 from eagle3.contract import STAGE_DIRS, RunDir, StageError, read_json
-from eagle3.server import port_busy
+from eagle3.server import port_busy, vllm_version
 
 GB = 1e9
 
@@ -61,8 +61,7 @@ def check_versions(profile) -> list[str]:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
         return [f"package {name}: needed by profile {profile.name}, not installed in {sys.executable}"]
-    numbers = tuple(int(x) for x in found.partition("+")[0].split(".")[:2])
-    if profile.VERIFIER_TP > 1 and numbers < (0, 32):
+    if profile.VERIFIER_TP > 1 and vllm_version() < (0, 32):
         # Its connector lacks get_finished_count: finished requests would keep their KV blocks for ever.
         return [f"vllm: 0.32 needed for extraction with VERIFIER_TP {profile.VERIFIER_TP} > 1, {found} found"]
     return []

