@@ -365,6 +365,8 @@ def pip_install(venv, kind, locks, files, options, run):
     network = NO_NETWORK.findall(text)
     if "No space left on device" in text:
         raise SetupError(f"the disk of {venv} is full ({free_gb(venv):.1f} GB free); make room and run again")
+    if not network and "(from versions: none)" in text and not env.get("PIP_NO_INDEX"):
+        network = ["pip found no version of a package at all"]
     if network:
         raise SetupError(f"no network: pip cannot reach the package index ({network[-1]}); details in {log}")
     raise SetupError(f"pip failed: {last_line(log, start, '^ERROR: ')} (details in {log})")
@@ -388,28 +390,34 @@ def install(root, kind, tests=False):
         (venv / LOG).write_text("")
         shutil.rmtree(venv / TMP, ignore_errors=True)
         (venv / TMP).mkdir()
-        run = Runner(venv, lock.fileno())
-        size = repair(venv, kind)
-        options = check_disk(venv, kind, size or 0)
-        if size is None:
-            make_venv(venv, python, run)
-        old = read_stamp(venv)["locks"]
-        names = {k: sorted({*old.get(k, {}).get("names", []), *locks[k]}) for k in stale}
-        write_stamp(venv, {"kind": kind, "locks": {**old, **{k: {"names": n} for k, n in names.items()}}})
-        say(f"installing {', '.join(files[k].name for k in stale)}; pip's output goes to {venv / LOG}")
-        start = time.monotonic()
-        pip_install(venv, kind, {k: locks[k] for k in stale}, [files[k] for k in stale], options, run)
-        dropped = set().union(*names.values()) - set().union(*locks.values())
-        dropped &= sound_packages(site_packages(venv))[0].keys()
-        if dropped:  # pins of an earlier lock
-            say(f"removing {', '.join(sorted(dropped))}: no longer in the lock")
-            run([venv / "bin" / "python", "-I", "-m", "pip", "uninstall", "-y", *sorted(dropped)])
-        shutil.rmtree(venv / TMP, ignore_errors=True)
-        say(f"installed in {time.monotonic() - start:.0f} s; checking versions, metadata and imports")
+        try:
+            synchronize(venv, kind, files, locks, stale, python, Runner(venv, lock.fileno()))
+        finally:
+            shutil.rmtree(venv / TMP, ignore_errors=True)
         check_venv(root, kind, locks, gpu=kind == "gpu" and lists_gpu(), log=venv / LOG)
         done = {k: {"sha256": digest(locks[k]), "names": sorted(locks[k])} for k in stale}
-        write_stamp(venv, {"kind": kind, "locks": {**old, **done}})
+        write_stamp(venv, {"kind": kind, "locks": {**read_stamp(venv)["locks"], **done}})
     return True
+
+
+def synchronize(venv, kind, files, locks, stale, python, run):
+    """Make .venv hold the pins of the stale locks; until it does, its stamp names no digest for them."""
+    size = repair(venv, kind)
+    options = check_disk(venv, kind, size or 0)
+    if size is None:
+        make_venv(venv, python, run)
+    old = read_stamp(venv)["locks"]
+    names = {k: sorted({*old.get(k, {}).get("names", []), *locks[k]}) for k in stale}
+    write_stamp(venv, {"kind": kind, "locks": {**old, **{k: {"names": n} for k, n in names.items()}}})
+    say(f"installing {', '.join(files[k].name for k in stale)}; pip's output goes to {venv / LOG}")
+    start = time.monotonic()
+    pip_install(venv, kind, {k: locks[k] for k in stale}, [files[k] for k in stale], options, run)
+    dropped = set().union(*names.values()) - set().union(*locks.values())
+    dropped &= sound_packages(site_packages(venv))[0].keys()
+    if dropped:  # pins of an earlier lock
+        say(f"removing {', '.join(sorted(dropped))}: no longer in the lock")
+        run([venv / "bin" / "python", "-I", "-m", "pip", "uninstall", "-y", *sorted(dropped)])
+    say(f"installed in {time.monotonic() - start:.0f} s; checking versions, metadata and imports")
 
 
 def take_lock(lock):
