@@ -82,9 +82,10 @@ def body(stage: Stage) -> str:
 
 
 def make_identity(stage: Stage, verifier: Verifier, places: list[sources.Place], known: dict) -> dict:
-    """What makes the rows what they are: tokenizer, data settings, content of the files. `samples` is not in it."""
+    """What makes the rows what they are: tokenizer, data settings, content of the files; not `samples`."""
     recipe = stage.recipe
-    data = recipe.data.model_dump(mode="json", exclude={"samples", "exclude", "max_rejected_share"})
+    rules = {"sources", "heldout", "val_share", "max_prompt_tokens", "overlong", "near_duplicate"}
+    data = recipe.data.model_dump(mode="json", include=rules)
     for source in (*data["sources"], *data["heldout"]):
         del source["path"]  # the content counts, not where it lies
     tokenizer = {p.name: file_sha256(p) for p in files_of(verifier.path, *TOKENIZER_FILES) if p.is_file()}
@@ -169,7 +170,7 @@ class RowMaker:
         return {"prompt_ids": chat.prompt_ids, "response_ids": self.limited(response)}
 
     def row(self, chat: chats.Chat, turn: int, row_id: str, source: Source) -> dict:
-        """Render one supervised turn; with `overlong: cut` without as many of the oldest exchanges as it takes."""
+        """Render one supervised turn; `overlong: cut` drops as many of the oldest exchanges as it takes."""
         messages, given = chat.messages[:turn], source.answers == "dataset"
         answer = chat.messages[turn] if given else None
         kwargs = self.template_kwargs(row_id, source, answer)
@@ -195,7 +196,7 @@ class RowMaker:
         return chats.BadRow(limit, f"{tokens} tokens", fault=False)
 
     def limited(self, response: list[int] | None) -> list[int] | None:
-        """A given answer above answers.max_tokens ends there, as the verifier's own would (`at_limit: keep`)."""
+        """A given answer above answers.max_tokens ends there, like an own one that is too long (at_limit: keep)."""
         limit = self.answers.max_tokens
         if response is None or len(response) <= limit:
             return response
@@ -271,8 +272,8 @@ class Output:
             for split in SPLITS:
                 if line := first_difference(self.folder / f"{split}.jsonl", self.temporary[split]):
                     raise ConfigError(
-                        f"{self.folder}/{split}.jsonl:{line}: this row would change by taking more samples (made by "
-                        "another version of the code or the libraries?): choose another RUN_DIR, or use --force"
+                        f"{self.folder}/{split}.jsonl:{line}: more samples would change this row (other "
+                        "versions of code or libraries?): choose another RUN_DIR, or use --force"
                     )
         for name, path in self.temporary.items():
             os.replace(path, self.folder / f"{name}.jsonl")
@@ -281,7 +282,7 @@ class Output:
 
 
 def first_difference(old: Path, new: Path) -> int | None:
-    """Number of the first line of `old` that is not the same in `new`; None if `old` is a beginning of `new`."""
+    """Number of the first line of `old` that differs in `new`; None if `new` begins with all of `old`."""
     with open(old, "rb") as a, open(new, "rb") as b:
         return next((n for n, line in enumerate(a, 1) if line != b.readline()), None)
 

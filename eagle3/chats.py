@@ -187,7 +187,7 @@ def id_list(value: dict, key: str) -> list[int]:
 
 
 def from_fields(value: dict) -> list:
-    """A row of single fields as a list of turns. `turns` (MT-Bench) is a list of user turns to be answered."""
+    """A row of single fields as a list of turns. `turns` (MT-Bench) are user turns to be answered."""
     name = next((k for k in PROMPT_FIELDS if value.get(k)), None)
     if name is None:
         raise BadRow("no prompt in the row", f"none of {', '.join(PROMPT_FIELDS)}")
@@ -231,8 +231,9 @@ def message(item: Any) -> dict:
             out["tool_calls"] = calls
             out["content"] = out["content"] or ""
         names = ("reasoning_content", "reasoning", "thinking")
-        if thought := next((item[k] for k in names if isinstance(item.get(k), str) and item[k]), None):
-            out["reasoning"] = out["reasoning_content"] = thought
+        found = [item[k] for k in names if isinstance(item.get(k), str) and item[k]]
+        if found:
+            out["reasoning"] = out["reasoning_content"] = found[0]
             out["content"] = out["content"] or ""
     elif not text and role == "user":
         raise BadRow("a user turn has no text")
@@ -491,7 +492,7 @@ class Renderer:
         return prompt_ids, response_ids
 
     def answer_turn(self, before: list[dict], ids: list[int], tools: list[dict] | None, kwargs: dict) -> dict:
-        """A generated answer (ids without the end token) as the assistant turn that a client would send back."""
+        """A generated answer (ids without the end token) as the turn that a client would send back."""
         text = self.decode(ids)
         turn = {"role": "assistant", "content": text}
         if "reasoning" not in self.template:
@@ -590,7 +591,7 @@ class Renderer:
 
 
 def as_system(messages: list[dict]) -> list[dict]:
-    """developer -> system, all system text in one first turn, as vLLM does for a template without that role."""
+    """developer -> system, all system text in one first turn: vLLM's way for templates without that role."""
     if not any(m["role"] == "developer" for m in messages):
         return messages
     texts = [m["content"] for m in messages if m["role"] in ("system", "developer") and m["content"]]
@@ -599,7 +600,7 @@ def as_system(messages: list[dict]) -> list[dict]:
 
 
 def split_thinking(m: dict) -> dict:
-    """An assistant turn whose content begins with <think>...</think>: reasoning and content apart, unchanged."""
+    """An assistant turn whose content begins with <think>...</think>: reasoning and content apart."""
     found = (
         m["role"] == "assistant" and not m.get("reasoning") and INLINE_THINKING.fullmatch(m["content"] or "")
     )

@@ -51,7 +51,7 @@ def key(text: str) -> int:
 
 
 def bands(threshold: float) -> tuple[int, int]:
-    """(bands, rows per band) of the LSH index: the longest bands that still find 99 % of pairs at the threshold."""
+    """(bands, rows per band) of the index: the longest bands that find 99 % of pairs at the threshold."""
     for rows in range(PERMUTATIONS, 1, -1):
         count = PERMUTATIONS // rows
         if 1 - (1 - threshold**rows) ** count >= 0.99:
@@ -95,7 +95,7 @@ class Duplicates:
         return None
 
     def _near(self, name: str, found: set[int]) -> str | None:
-        """Name of the most similar text at or above the threshold; if there is none, this one is remembered."""
+        """Name of the most similar text at or above the threshold; without one, this text is remembered."""
         import datasketch
         import numpy as np
 

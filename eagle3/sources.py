@@ -24,7 +24,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 @dataclass
 class Record:
-    """One raw row: `where` is "file:number" (line of JSONL, element of JSON, row of parquet, counted from 1)."""
+    """One raw row; `where` is "file:number": line of JSONL, element of JSON or row of parquet, from 1."""
 
     where: str
     value: Any
@@ -124,7 +124,7 @@ def find_places(sources: list[Source], what: str) -> list[Place]:
 
 
 def files_of(path: Path, what: str) -> list[tuple[str, Path]]:
-    """The data files of a file or folder, sorted, each with a name that starts with the last part of `path`."""
+    """The data files of a file or folder, sorted; each name starts with the last part of `path`."""
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise ConfigError(f"{what}: {path} is none of {', '.join(SUFFIXES)}")
@@ -152,7 +152,7 @@ def read_file(path: Path, name: str) -> Iterator[Record]:
 
 
 def read_lines(path: Path, name: str) -> Iterator[Record]:
-    """JSON Lines: UTF-8 with or without a byte-order mark, any line end, any length; blank lines are skipped."""
+    """JSON Lines: UTF-8 with or without byte-order mark, any line end and length; blank lines are skipped."""
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             text = decode(line, path, number)
@@ -263,8 +263,8 @@ def read_hub(source: Source, label: str) -> Iterator[Record]:
             raise
         reason = " ".join(str(err).split())[:300]
         raise StageError(
-            f"{what}: {type(err).__name__}: {reason}. Check id, subset, split and revision, give this machine "
-            "access to the hub, or download it and set `path` instead of `hub`"
+            f"{what}: {type(err).__name__}: {reason}. Check id, subset, split and revision, give this "
+            "machine access to the hub, or download it and set `path` instead of `hub`"
         ) from None
     if number == 0:
         raise StageError(f"{what}: no samples in it")
@@ -307,8 +307,8 @@ class Reader:
                 self.formats[name] = chats.detect(record.value)
             except chats.BadRow as bad:
                 raise StageError(
-                    f"{record.where}: format unclear: {bad.reason} ({bad.detail}); set `format` of this source "
-                    "to messages, sharegpt, prompt or tokens"
+                    f"{record.where}: format unclear: {bad.reason} ({bad.detail}); set `format` of this "
+                    "source to messages, sharegpt, prompt or tokens"
                 ) from None
         return self.formats[name]
 
