@@ -196,7 +196,7 @@ class RowMaker:
         return chats.BadRow(limit, f"{tokens} tokens", fault=False)
 
     def limited(self, response: list[int] | None) -> list[int] | None:
-        """A given answer above answers.max_tokens ends there, like an own one that is too long (at_limit: keep)."""
+        """A given answer above answers.max_tokens ends there, as an own one would (at_limit: keep)."""
         limit = self.answers.max_tokens
         if response is None or len(response) <= limit:
             return response
