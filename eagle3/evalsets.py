@@ -1,7 +1,7 @@
 """Prompts that a draft is measured on: 01's held-out rows, or local files of well-known evaluation sets.
 
-A set is `heldout`, a file, or a name: `gsm8k` is configs/data/gsm8k.jsonl. A file's layout is told by the fields of
-its first row. Answers in the files are not used: the verifier answers.
+A set is `heldout`, a file, or a name: `gsm8k` is configs/data/gsm8k.jsonl. A row's layout is told by its
+fields. Answers in the files are not used: the verifier answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eagle3 import chats, sources
 from eagle3.contract import ROOT, ConfigError, RunDir, StageError, read_jsonl
+from eagle3.measure import balanced
 from eagle3.record import file_sha256
 
 HELDOUT = "heldout"
@@ -95,19 +96,33 @@ def find_set(name: str, run: RunDir) -> Path:
 
 
 def set_digests(names: list[str], run: RunDir) -> dict[str, str]:
-    """sha256 of every set's file, for the identity of 06; a file's folder is no part of its name."""
-    return {Path(name).stem: file_sha256(find_set(name, run)) for name in names}
+    """sha256 of every set's file, for the identity of 06; a file's folder is no part of its name.
+
+    Raises:
+        ConfigError: a missing file, or two sets of one name.
+    """
+    found = {Path(name).stem: file_sha256(find_set(name, run)) for name in names}
+    if len(found) < len(names):
+        raise ConfigError(f"evaluate.sets: two of {', '.join(names)} have the same name")
+    return found
 
 
 def load_sets(
-    names: list[str], run: RunDir, verifier, max_tokens: int, max_len: int, stored: dict[str, list[int]]
+    names: list[str],
+    run: RunDir,
+    verifier,
+    limit: int | None,
+    max_tokens: int,
+    max_len: int,
+    stored: dict[str, list[int]],
 ) -> tuple[list[dict], dict[str, int]]:
     """Tokenized prompts of all sets.
 
     Args:
         verifier: an open verifier; its tokenizer is loaded only for sets that are not tokenized yet.
         max_tokens, max_len: of an answer, and of a whole request; a prompt that leaves no room is skipped.
-        stored: prompt ids that 03 really asked, by id: held-out rows whose history the verifier wrote need them.
+        limit: prompts taken of each set, from its domains in turn.
+        stored: prompt ids that 03 asked, by id: held-out rows whose history the verifier wrote need them.
 
     Returns:
         rows {"id", "set", "domain", "prompt_ids"}, and how many were skipped, by reason.
@@ -124,6 +139,7 @@ def load_sets(
         else:
             renderer = renderer or chats.Renderer(verifier.tokenizer(), verifier.path, verifier.vocab_size)
             found = _foreign(path, renderer, skipped)
+        fitting = []
         for row in found:
             if len(names) > 1:
                 row["domain"] = f"{row['set']}/{row['domain']}" if row["domain"] != row["set"] else row["set"]
@@ -131,7 +147,8 @@ def load_sets(
             if len(row["prompt_ids"]) + max_tokens > max_len:
                 skipped[f"prompt + {max_tokens} tokens exceed max_model_len {max_len}"] += 1
             else:
-                rows.append(row)
+                fitting.append(row)
+        rows += balanced(fitting, limit)
     if not rows:
         why = ", ".join(f"{n} x {reason}" for reason, n in skipped.items()) or "the files are empty"
         raise StageError(f"no prompt to measure in {', '.join(names)}: {why}")
@@ -162,13 +179,7 @@ def _foreign(path: Path, renderer, skipped: Counter):
                 raise ConfigError(f"{record.where}: {err} {err.detail}. Accepted: {ACCEPTED}") from None
             skipped[err.reason] += 1
             continue
-        domain = f"{name}/{domain}" if domain else name
-        yield {
-            "id": str(number),
-            "set": name,
-            "domain": domain.removeprefix(f"{name}/"),
-            "prompt_ids": prompt,
-        }
+        yield {"id": str(number), "set": name, "domain": domain or name, "prompt_ids": prompt}
 
 
 def _read(value) -> tuple[list[dict], list[dict] | None, str, list[int] | None]:
