@@ -339,6 +339,7 @@ def verifier_server(
                 "mode": mode,
                 "draft": draft.name if draft else None,
                 "peak_rss_bytes": peak,
+                "ready_seconds": noted.get("ready_seconds"),
                 "seconds": _age(noted),
             }
         )
