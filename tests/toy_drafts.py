@@ -95,6 +95,7 @@ def exported(tmp: Path, verifier, draft, with_embeddings: bool = False, **checkp
     """A toy checkpoint and its export: (checkpoint folder, {"vllm": folder, "sglang": folder}, draft, tensors)."""
     from eagle3 import flat
 
+    verifier.layers = list(draft.layer_ids)
     source = toy_checkpoint(tmp / "checkpoint", verifier, draft, **checkpoint)
     read, tensors = flat.open_checkpoint(source, verifier)
     tensors = flat.export_tensors(read, tensors, verifier, with_embeddings)
