@@ -13,7 +13,7 @@
 #   SAMPLES=10           training rows (default: the recipe's); grow a run with RUN_DIR=... SAMPLES=1000
 #   RUN_DIR=DIR          default runs/$RECIPE-$SAMPLES
 #   RECIPE_SET="a.b=1"   recipe overrides, blank-separated
-#   FROM=03 TO=05        only these stages      FORCE=04  make that stage anew
+#   FROM=03 TO=05        only these stages      FORCE=04,05  make these stages anew
 #   ROUNDS=3             extract, train and delete the data in that many windows (smaller disk)
 #   DRY_RUN=1            print every command, run nothing
 #   SETUP=off PYTHON=... use an interpreter that is already equipped (a container)
@@ -71,7 +71,7 @@ stage() {
     (( code == 0 )) || { echo "[$n] failed with status $code after $(( SECONDS - start )) s; continue with the same command (only what is missing is redone)" >&2; exit "$code"; }
     echo "[$n] $(( SECONDS - start )) s"
 }
-force() { [[ ${FORCE-} != "$1" ]] || echo --force; }
+force() { [[ ,${FORCE-}, != *,"$1",* ]] || echo --force; }
 
 # 03 needs the verifier as a server: it is started only if rows are missing, and stopped in any case.
 extract() {

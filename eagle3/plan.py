@@ -4,9 +4,10 @@
     ./run_pipeline.sh plan --json             the same as JSON
     ./run_pipeline.sh plan --from RUN_DIR     scale a smaller run up (two runs tell fixed costs apart)
 
-Every rate says where it comes from, in this order: earlier run directories on this profile (those given
-with --from, else those beside this run), this run so far, configs/rates.yaml (measured elsewhere, published,
-computed or assumed). The interval of a figure is as wide as its origin is weak.
+Every rate says where it comes from, in this order: earlier run directories on this profile (those given with
+--from, else those beside this run), this run so far, configs/rates.yaml (measured elsewhere, published,
+computed, assumed). From a run on another profile only amounts of text are taken. The interval of a figure is
+as wide as its origin is weak.
 """
 
 from __future__ import annotations
@@ -16,541 +17,457 @@ import json
 import os
 import statistics
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from eagle3.contract import ROOT, SPLITS, STAGE_DIRS, StageError
+from eagle3.learned import (
+    Figure,
+    Point,
+    Seen,
+    count,
+    current_stages,
+    earlier_runs,
+    figure,
+    line,
+    look,
+    quietly,
+    same_speed,
+)
+from eagle3.rates import over, published_rates, train_rate
+from eagle3.sizes import disk_bytes, duration, ram_bytes, size, training_memory, verifier_memory
 
-from eagle3.contract import ROOT, STAGE_DIRS, ConfigError, RunDir, StageError, read_json
-
-GB = 1e9
-# Relative half-width of the interval by origin: several runs of one's own, one run, other people's figures.
-SPREAD = {
-    "runs": 0.15,
-    "run": 0.3,
-    "measured": 0.3,
-    "earlier": 0.1,
-    "published": 0.5,
-    "computed": 0.4,
-    "assumed": 0.6,
-}
-
-
-@dataclass
-class Figure:
-    """A number with its interval and its origin."""
-
-    value: float
-    low: float
-    high: float
-    origin: str
-
-    def json(self) -> dict:
-        return {"value": self.value, "low": self.low, "high": self.high, "origin": self.origin}
+VALUES = ("value", "low", "high")
 
 
-def figure(value: float, origin: str) -> Figure:
-    """A figure whose interval follows from the first word of its origin."""
-    spread = SPREAD.get(origin.split(":")[0].split()[0], 0.5)
-    return Figure(value, value * (1 - spread), value * (1 + spread), origin)
+# --- rows and tokens ----------------------------------------------------------------------------------------
 
 
-# --- sizes -----------------------------------------------------------------------------------------------
+def count_rows(stage, own: Seen) -> tuple[dict[str, float], str]:
+    """Rows by split, and where the figure comes from.
 
-
-def state_bytes(hidden: int, aux: int, dtype: str) -> tuple[float, float]:
-    """Bytes of one token in the store: (auxiliary states, final state).
-
-    bf16: 2 bytes a value. fp8: 1 byte a value and a float32 scale per token and layer.
-    Kimi-K2.5 (hidden 7168, 3 auxiliary layers): 43,008 + 14,336 = 57,344 B in bf16.
+    Raises:
+        StageError: the number of samples can't be known before 01 has run.
     """
-    size, scale = (2, 0) if dtype == "bf16" else (1, 4)
-    return aux * (hidden * size + scale), hidden * size + scale
-
-
-def parameters(recipe, hidden: int, vocab: int) -> dict[str, int]:
-    """Parameters of the draft by part; fc, layers and norms are trained, embedding and heads are frozen."""
-    d = recipe.draft
-    size = vocab if d.vocab_size == "full" else d.vocab_size
-    attention = 2 * hidden * d.head_dim * (d.num_attention_heads + 2 * d.num_key_value_heads)
-    attention += d.num_attention_heads * d.head_dim * hidden
-    layer = attention + 3 * hidden * d.intermediate_size + 3 * hidden
-    trained = 3 * hidden * hidden + d.num_hidden_layers * layer + hidden
-    return {"trained": trained, "embedding": vocab * hidden, "head": size * hidden, "draft_vocab": size}
-
-
-def training_memory(recipe, profile, hidden: int, vocab: int) -> dict[str, float]:
-    """Bytes on one training GPU, term by term (nothing fitted).
-
-    Weights: fp32 masters, gradients and two Adam moments of what is trained (16 B a parameter) and the bf16
-    copies that autocast keeps for one step (2 B); frozen embedding and two heads (the draft's and the
-    verifier's rows of the draft vocabulary) in fp32 plus bf16 copies of the heads.
-    Activations of one TTT step and token, saved for the backward pass, in bf16 values (2 B) unless said:
-      input cat(embed, hidden) 2H, its fp32 copy for the norms 2H x 4 B, the normed cat 2H;
-      q, k, v and their rotated copies 2(Q + 2K), attention output Q, its float32 row sums (neglected);
-      residual and post-attention norm H + H x 4 B; gate, up, silu(gate), product 4I; output norm H x 4 B + H;
-      logits D and their float32 log-softmax D x 4 B (its gradient D x 4 B flows one step at a time).
-    Once per token: auxiliary states 3H and the final state H (bf16), targets D in bf16 and as float32
-    probabilities D x 4 B. All TTT steps' activations live until the backward pass.
-    """
-    p = parameters(recipe, hidden, vocab)
-    d, t = recipe.draft, profile.TRAIN_ROW_TOKENS
-    trained = p["trained"] + (p["head"] if d.train_head else 0)
-    frozen_head = p["head"] * (1 if d.train_head else 2)
-    q, k = d.num_attention_heads * d.head_dim, d.num_key_value_heads * d.head_dim
-    step = 2 * (2 * hidden) + 4 * (2 * hidden) + 2 * (2 * hidden)
-    step += 2 * 2 * (q + 2 * k) + 2 * q
-    step += 2 * hidden + 4 * hidden + 2 * 4 * d.intermediate_size + 4 * hidden + 2 * hidden
-    step += (2 + 4) * p["draft_vocab"]
-    once = 2 * 4 * hidden + (2 + 4) * p["draft_vocab"] + 4 * p["draft_vocab"]
-    return {
-        "weights_gradients_optimizer": 18 * trained,
-        "frozen_embedding_and_heads": 4 * p["embedding"] + 6 * frozen_head,
-        "activations": t * (recipe.train.ttt_steps * step + once),
-        "cuda_context_and_buffers": 1.5 * GB,
-    }
-
-
-def verifier_memory(recipe, profile, verifier, weight_bytes: float) -> dict[str, float]:
-    """Bytes on one verifier GPU while extracting: weights, state buffer, and what is left for KV.
-
-    State buffer: (batched tokens + sequences) x state bytes. KV of MLA: (kv_lora_rank + rotary part) values a
-    layer and token on every tensor-parallel rank; of other models 2 x KV heads x head size, split over ranks.
-    While extracting, the states of a token lie in the KV cache too.
-    """
-    aux, final = state_bytes(verifier.hidden_size, len(verifier.layers), "bf16")
-    budget = profile.GPU_MEMORY_GB * GB * profile.VERIFIER_MEMORY_FRACTION
-    rank = verifier.value("kv_lora_rank") if "kv_lora_rank" in _raw(verifier) else 512
-    rope = _raw(verifier).get("qk_rope_head_dim", 64)
-    kv = 2 * verifier.num_layers * (rank + rope) + aux + final
-    buffer = (profile.VERIFIER_BATCH_TOKENS + profile.VERIFIER_MAX_SEQS) * (aux + final)
-    weights = weight_bytes / profile.VERIFIER_TP
-    left = budget - weights - buffer
-    return {"budget": budget, "weights": weights, "state_buffer": buffer, "kv": left, "kv_tokens": left / kv}
-
-
-def _raw(verifier) -> dict:
-    return verifier.config.get("text_config") or verifier.config
-
-
-# --- what earlier runs measured --------------------------------------------------------------------------
-
-
-@dataclass
-class Seen:
-    """Measured amounts of one run directory."""
-
-    name: str
-    rows: int = 0
-    prompt_tokens: float = 0
-    answer_tokens: float = 0
-    stored_bytes: float = 0
-    kept_share: float = 1.0
-    seconds: dict[str, float] | None = None
-    train_tokens: float = 0
-    loads: list[float] | None = None
-    heldout: int = 0
-
-
-def look(run: RunDir) -> Seen:
-    """Read a run directory's records; what is not finished stays 0."""
-    seen = Seen(run.path.name, seconds={}, loads=[])
-    for number in STAGE_DIRS:
-        record = read_json(run.stage(number) / "stage.json")
-        if not record or record.get("status") != "done":
-            continue
-        seen.seconds[number] = _total_seconds(run, number, record["seconds"])
-        if number == "01":
-            counts = record.get("counts", {})
-            seen.rows = counts.get("train", 0) + counts.get("val", 0)
-            seen.heldout = counts.get("heldout", 0)
-        if number == "03":
-            seen.prompt_tokens = record["tokens"] - record["answer_tokens"]
-            seen.answer_tokens = record["answer_tokens"]
-            seen.stored_bytes = record["bytes"]
-            dropped = sum(record.get("dropped", {}).values())
-            seen.kept_share = record["rows"] / max(1, record["rows"] + dropped)
-        if number == "04":
-            seen.train_tokens = record["rates"].get("tokens", 0)
-    book = read_json(run.path / "run.json") or {}
-    seen.loads = [s["ready_seconds"] for s in book.get("servers", []) if s.get("ready_seconds")]
-    return seen
-
-
-def _total_seconds(run: RunDir, number: str, last: float) -> float:
-    """Seconds over all attempts that led to the result, interrupted ones included."""
-    book = read_json(run.path / "run.json") or {}
-    attempts = [a for a in book.get("attempts", []) if a["stage"] == number and a["status"] != "skipped"]
-    return max(last, sum(a["seconds"] for a in attempts if a["status"] in ("done", "interrupted")))
-
-
-def earlier_runs(stage, given: list[str]) -> list[tuple[RunDir, Seen]]:
-    """Runs to learn from: those given, else finished ones of this recipe and profile beside this run."""
-    if given:
-        folders = [Path(g) for g in given]
-        if missing := [str(f) for f in folders if not (f / "run.json").is_file()]:
-            raise ConfigError(f"--from {missing[0]}: no run.json there, not a run directory")
+    data = stage.recipe.data
+    if own.rows.get("train") and is_current(stage, own):
+        return own.rows, "this run: 01"
+    heldout = own.rows.get("heldout") or lines_of(data.heldout)
+    if data.samples != "all":
+        train, origin = int(data.samples), "recipe or SAMPLES"
+    elif total := lines_of(data.sources):
+        train, origin = round(total * (1 - data.val_share)), "lines of the data files"
     else:
-        beside = stage.run.path.parent
-        folders = [f.parent for f in sorted(beside.glob("*/run.json")) if f.parent != stage.run.path]
-    found = []
-    for folder in folders:
-        run = RunDir(folder.resolve())
-        book = read_json(run.path / "run.json") or {}
-        profiles = {a.get("profile") for a in book.get("attempts", [])}
-        first = (
-            (run.path / "recipe.yaml").read_text().partition("\n")[0]
-            if (run.path / "recipe.yaml").exists()
-            else ""
-        )
-        same = stage.profile.name in profiles and first.endswith(stage.recipe.name)
-        seen = look(run)
-        if (given or same) and seen.answer_tokens:
-            found.append((run, seen))
-    return found
-
-
-def line(points: list[tuple[float, float]], x: float) -> Figure:
-    """Seconds for x units from measured (units, seconds).
-
-    One point: proportional, but at least what the fixed part may hide: the interval reaches from half to 1.3
-    times. Several: least squares with a fixed cost of at least 0; the interval is 15 % or twice the largest
-    relative residual.
-    """
-    if len(points) == 1:
-        units, seconds = points[0]
-        value = seconds * max(1.0, x / max(units, 1e-9))
-        return Figure(value, 0.5 * value, 1.3 * value, "run: one measured run, scaled in proportion")
-    mean_x, mean_y = statistics.fmean(p[0] for p in points), statistics.fmean(p[1] for p in points)
-    var = sum((p[0] - mean_x) ** 2 for p in points)
-    slope = sum((p[0] - mean_x) * (p[1] - mean_y) for p in points) / var if var else 0.0
-    slope = max(slope, 0.0)
-    fixed = mean_y - slope * mean_x
-    if fixed < 0:
-        fixed, slope = 0.0, mean_y / mean_x
-    value = fixed + slope * x
-    residual = max(abs(p[1] - fixed - slope * p[0]) / max(p[1], 1e-9) for p in points)
-    spread = max(SPREAD["runs"], 2 * residual)
-    # The further beyond the measured range, the less a line is to be trusted: +5 % per factor of ten.
-    reach = max(0.0, len(str(int(x / max(p[0] for p in points) + 1))) - 1) * 0.05
-    spread = min(0.9, spread + reach)
-    return Figure(
-        value, value * (1 - spread), value * (1 + spread), f"runs: line through {len(points)} measured runs"
-    )
-
-
-# --- the plan --------------------------------------------------------------------------------------------
-
-
-def rates(profile: str) -> dict[str, Figure]:
-    """configs/rates.yaml for a profile."""
-    table = yaml.safe_load((ROOT / "configs" / "rates.yaml").read_text(encoding="utf-8"))
-    return {k: figure(v["value"], v["origin"]) for k, v in table.get(profile, {}).items()}
-
-
-def count_samples(stage) -> tuple[int, int, str]:
-    """(training rows, held-out rows, origin)."""
-    record = read_json(stage.run.prepare / "stage.json")
-    counts = (record or {}).get("counts", {})
-    wanted = stage.recipe.data.samples
-    heldout = counts.get("heldout") or _lines(stage.recipe.data.heldout)
-    if counts.get("train"):
-        return counts["train"], heldout, "this run: 01"
-    if wanted != "all":
-        return int(wanted), heldout, "recipe or SAMPLES"
-    total = _lines(stage.recipe.data.sources)
-    if not total:
         raise StageError("the number of samples is unknown before 01 has run: set SAMPLES")
-    return round(total * (1 - stage.recipe.data.val_share)), heldout, "lines of the data files"
+    val = max(1, round(train * data.val_share / (1 - data.val_share)))
+    return {"train": train, "val": val, "heldout": heldout}, origin
 
 
-def _lines(sources) -> int:
+def is_current(stage, own: Seen) -> bool:
+    """Whether 01 of this run has the rows that are asked for now (SAMPLES may have grown since)."""
+    wanted = stage.recipe.data.samples
+    return wanted == own.asked or (own.exhausted and (wanted == "all" or wanted >= own.rows["train"]))
+
+
+def lines_of(sources) -> int:
+    """Lines of the JSONL files among data sources."""
     total = 0
     for source in sources:
-        path = (
-            ROOT / source.path if source.path and not Path(source.path).exists() else Path(source.path or "")
-        )
-        if source.path and path.is_file() and path.suffix == ".jsonl":
+        path = Path(source.path or "")
+        path = path if path.is_file() else ROOT / path
+        if path.is_file() and path.suffix == ".jsonl":
             with open(path, "rb") as f:
                 total += min(source.limit or sys.maxsize, sum(1 for _ in f))
     return total
 
 
-def tokens_per_row(stage, runs) -> tuple[Figure, Figure]:
-    """(prompt tokens, answer tokens) of a row."""
-    own = look(stage.run)
-    for seen in [own, *[s for _, s in runs]]:
-        if seen.answer_tokens and seen.rows:
-            rows = max(1, round((seen.rows + seen.heldout) * seen.kept_share))
-            origin = f"{'this run' if seen is own else 'run: ' + seen.name}"
-            return figure(seen.prompt_tokens / rows, origin), figure(seen.answer_tokens / rows, origin)
-    recipe = stage.recipe
-    prompt = recipe.data.expected_prompt_tokens
-    answer = recipe.answers.expected_tokens
-    expected, quarter = "published: recipe", recipe.data.max_prompt_tokens / 4
-    return (
-        figure(prompt, expected) if prompt else figure(quarter, "assumed: a quarter of the limit"),
-        figure(answer, expected)
-        if answer
-        else figure(recipe.answers.max_tokens * 0.6, "assumed: 60 % of the limit"),
+def tokens_per_row(stage, own: Seen, runs: list[Seen]) -> dict[str, dict[str, Figure]]:
+    """{"prompt" | "answer": {split: tokens of a row}}; best known first.
+
+    Prompts: this run's 01 is exact. Else, and for answers: the largest run that has any, then the recipe's
+    expectation, then a share of its limit.
+    """
+    recipe, known = stage.recipe, sorted(runs, key=lambda s: -s.kept.total())
+    if own.kept and (not known or own.kept.total() >= known[0].kept.total()):
+        known.insert(0, own)
+    found = {"prompt": {}, "answer": {}}
+    for split in SPLITS:
+        exact = own.prompt(split) if own.prompt_tokens.get(split) else None
+        given = recipe.data.expected_prompt_tokens
+        if exact:
+            found["prompt"][split] = Figure(exact, exact, exact, "this run: 01")
+        elif value := next((v for s in known if (v := s.prompt(split))), None):
+            found["prompt"][split] = figure(value, f"run: {known[0].name}")
+        else:
+            quarter = figure(recipe.data.max_prompt_tokens / 4, "assumed: a quarter of the limit")
+            found["prompt"][split] = figure(given, "recipe: expected_prompt_tokens") if given else quarter
+        if value := next((v for s in known if (v := s.answer(split))), None):
+            found["answer"][split] = figure(value, f"run: {known[0].name}")
+        elif recipe.answers.expected_tokens:
+            found["answer"][split] = figure(recipe.answers.expected_tokens, "recipe: expected_tokens")
+        else:
+            found["answer"][split] = figure(recipe.answers.max_tokens * 0.6, "assumed: 60 % of the limit")
+    return found
+
+
+def count_tokens(stage, rows: dict, each: dict, kept_share: float) -> dict[str, float]:
+    """Tokens in all: prompts, answers, what is stored, what all training epochs read."""
+    prompt = {s: each["prompt"][s].value for s in SPLITS}
+    answer = {s: each["answer"][s].value for s in SPLITS}
+    train = rows["train"] * kept_share * (prompt["train"] + answer["train"])
+    t = stage.recipe.train
+    read = train * t.epochs
+    return {
+        "prompt": sum(rows[s] * prompt[s] for s in SPLITS),
+        "answer": sum(rows[s] * answer[s] for s in SPLITS),
+        "all": sum(rows[s] * (prompt[s] + answer[s]) for s in SPLITS),
+        "stored": sum(rows[s] * kept_share * (prompt[s] + answer[s]) for s in SPLITS),
+        "train_all_epochs": min(read, t.max_steps * t.tokens_per_step) if t.max_steps else read,
+    }
+
+
+# --- seconds ------------------------------------------------------------------------------------------------
+
+
+def units_of(stage, seen: Seen, number: str) -> float:
+    """Work of a stage in a measured run: rows, stored tokens, tokens x epochs, one (05), prompts (06)."""
+    if number == "01":
+        return count(seen.rows)
+    if number == "03":
+        return seen.stored_tokens
+    if number == "04":
+        train = seen.recipe.get("train", {})
+        tokens = seen.kept_tokens["train"] * train.get("epochs", 1)
+        steps = train.get("max_steps")
+        return min(tokens, steps * train.get("tokens_per_step", tokens)) if steps else tokens
+    return 1 if number == "05" else max(1, seen.rows.get("heldout", 0))
+
+
+def own_slope(seen: Seen, number: str) -> float | None:
+    """Seconds per unit from the rate that the stage itself noted (without its start-up)."""
+    key = {"01": "rows_per_s", "03": "tokens_per_s", "04": "tokens_per_s"}.get(number)
+    rate = (seen.rates.get(number) or {}).get(key)
+    return 1 / rate if isinstance(rate, (int, float)) and rate > 0 else None
+
+
+def measured(stage, runs: list[Seen], number: str, units: float) -> Figure | None:
+    """Seconds of a stage from the runs whose times carry over; runs of one size count as one."""
+    points = {}
+    for seen in runs:
+        if number in seen.seconds and (n := units_of(stage, seen, number)) and same_speed(stage, seen):
+            points[n] = Point(n, seen.seconds[number], own_slope(seen, number))
+    if number in ("05", "06") and points:  # constant work: the mean
+        mean = statistics.fmean(p.seconds for p in points.values())
+        return figure(
+            mean * (units / statistics.fmean(points) if number == "06" else 1),
+            f"runs: {len(points)} measured",
+        )
+    return line(list(points.values()), units) if points else None
+
+
+def extract_seconds(stage, tokens: dict, table: dict) -> Figure:
+    """03 without a run to learn from: prompts are read at the prefill rate, answers too or generated."""
+    prefill = table.get("prefill_tokens_per_s") or figure(1000, "assumed")
+    generate = table.get("generate_tokens_per_s") or figure(300, "assumed")
+    sources = stage.recipe.data.sources
+    weights = sum(s.weight for s in sources)
+    given = sum(s.weight for s in sources if s.answers == "dataset") / weights
+    read, made = (
+        over(tokens["prompt"] + given * tokens["answer"], prefill),
+        over((1 - given) * tokens["answer"], generate),
     )
+    origin = f"{prefill.origin} (prefill)" if given == 1 else f"{generate.origin} (generation)"
+    return Figure(read.value + made.value, read.low + made.low, read.high + made.high, origin)
+
+
+def evaluate_seconds(stage, heldout: float, table: dict) -> Figure:
+    """06 without its loads: timed repeats plain and drafted at every concurrency, and all prompts once each.
+
+    The rate is that of one request in flight; c in flight are taken to yield c^0.8 times as much.
+    """
+    e = stage.recipe.evaluate
+    prompts = min(heldout, e.prompts_per_set or heldout) if e.sets == ["heldout"] else heldout
+    timed = min(e.timed_prompts or prompts, prompts) * (e.timed_tokens or e.max_tokens) * e.repeats * 2
+    tokens = sum(timed / c**0.8 for c in e.concurrency)
+    tokens += prompts * e.max_tokens * (1 + len(e.temperatures)) / max(e.concurrency) ** 0.8
+    return over(tokens, table.get("decode_tokens_per_s") or figure(50, "assumed"))
+
+
+def stage_seconds(
+    stage, own: Seen, runs: list[Seen], table: dict, rows: dict, tokens: dict, rate: dict
+) -> dict[str, Figure]:
+    """Seconds of each stage's own work; verifier loads of 03 come on top."""
+    total = sum(rows.values())
+    units = {
+        "01": total,
+        "03": tokens["stored"],
+        "04": tokens["train_all_epochs"],
+        "05": 1,
+        "06": max(1, rows["heldout"]),
+    }
+    otherwise = {
+        "01": lambda: Figure(
+            10 + total / 300, 5 + total / 1000, 20 + total / 50, "assumed: 10 s and 300 rows/s"
+        ),
+        "03": lambda: extract_seconds(stage, tokens, table),
+        "04": lambda: over(tokens["train_all_epochs"], rate["rate"]),
+        "05": lambda: figure(60, "assumed"),
+        "06": lambda: evaluate_seconds(stage, rows["heldout"], table),
+    }
+    found = {}
+    for number, fallback in otherwise.items():
+        if number in finished_stages(stage, own):
+            seconds = own.seconds[number]
+            found[number] = Figure(seconds, seconds, seconds, "this run: measured")
+        else:
+            found[number] = (
+                measured(stage, runs, number, units[number])
+                or so_far(stage, own, number, units[number])
+                or fallback()
+            )
+    return found
+
+
+def so_far(stage, own: Seen, number: str, units: float) -> Figure | None:
+    """Training time from the rate of this run's own last logged steps."""
+    if number != "04":
+        return None
+    rates = [r for m in metrics(stage.run) if m.get("split") != "val" and (r := m.get("tokens_per_s"))]
+    return over(units, figure(statistics.median(rates[-20:]), "this run so far")) if rates else None
+
+
+def metrics(run) -> list[dict]:
+    """Lines of metrics.jsonl; a torn last line is left out."""
+    text = quietly(lambda: (run.train / "metrics.jsonl").read_text(encoding="utf-8"), "")
+    found = [quietly(lambda t=t: json.loads(t), {}) for t in text.splitlines()]
+    return [m for m in found if isinstance(m, dict) and m]
+
+
+# --- what is left -------------------------------------------------------------------------------------------
+
+
+def finished_stages(stage, own: Seen) -> list[str]:
+    """Stages of this run that are done for the rows asked for."""
+    return current_stages(own) if own.rows and is_current(stage, own) else []
+
+
+def shares_left(stage, own: Seen, rows: dict, tokens: dict) -> dict[str, float]:
+    """Share of each stage's work that is still to be done, 0 to 1."""
+    done = finished_stages(stage, own)
+    left = {n: 0.0 if n in done else 1.0 for n in STAGE_DIRS}
+    if left["03"]:
+        left["03"] = max(0.0, 1 - (own.kept.total() + own.dropped) / max(1, sum(rows.values())))
+    elif left["04"]:
+        steps = max((m.get("step") or 0 for m in metrics(stage.run)), default=0)
+        total = max(1.0, tokens["train_all_epochs"] / stage.recipe.train.tokens_per_step)
+        left["04"] = max(0.0, 1 - steps / total)
+    return left
+
+
+def load_list(stage, runs: list[Seen], table: dict) -> list[dict]:
+    """Every verifier load, named, with its seconds.
+
+    03: one per round (two in two-pass mode). 06: one plain, one with the draft, and one more to time a
+    shorter draft length if that promises to be faster (counted in the high end only). A measured 06 holds its
+    loads already.
+    """
+    speeds = [s for s in runs if same_speed(stage, s)]
+    noted = [x for s in speeds for x in s.loads]
+    each = table.get("load_seconds") or figure(120, "assumed")
+    if noted:
+        each = Figure(
+            statistics.median(noted), 0.8 * min(noted), 1.2 * max(noted), f"runs: {len(noted)} measured loads"
+        )
+    rounds = int(os.environ.get("ROUNDS") or 1)
+    found = []
+    for k in range(rounds):
+        which = f", round {k + 1}/{rounds}" if rounds > 1 else ""
+        if stage.recipe.states.mode == "two-pass":
+            found.append({"stage": "03", "what": f"answers{which}", "seconds": each.json()})
+        found.append({"stage": "03", "what": f"extraction{which}", "seconds": each.json()})
+    if not any("06" in s.seconds for s in speeds):
+        maybe = {**each.json(), "value": 0.0, "low": 0.0}
+        if stage.profile.cpu:  # both servers load side by side: one wait
+            found.append({"stage": "06", "what": "plain and with the draft", "seconds": each.json()})
+        else:
+            found.append({"stage": "06", "what": "plain", "seconds": each.json()})
+            found.append({"stage": "06", "what": "with the draft", "seconds": each.json()})
+        found.append({"stage": "06", "what": "shorter draft, if faster", "seconds": maybe})
+    return found
+
+
+def cost(stages: dict[str, Figure], loads: list[dict], chosen, share: dict[str, float], profile) -> dict:
+    """Hours and price of the chosen stages and their loads."""
+    seconds = dict.fromkeys(VALUES, 0.0)
+    for k in VALUES:
+        seconds[k] += sum(getattr(stages[n], k) * share[n] for n in chosen)
+        seconds[k] += sum(x["seconds"][k] for x in loads if x["stage"] in chosen and share[x["stage"]])
+    hours = {k: v / 3600 for k, v in seconds.items()}
+    price = {k: v * profile.PRICE_PER_HOUR for k, v in hours.items()}
+    return {
+        "hours": hours,
+        "price": {"currency": profile.PRICE_CURRENCY, "per_hour": profile.PRICE_PER_HOUR, **price},
+    }
+
+
+# --- the plan -----------------------------------------------------------------------------------------------
+
+
+def open_or_guess(recipe) -> tuple:
+    """(verifier, bytes of its weights), from its files or from what the recipe says of it."""
+    from eagle3.verifier import open_verifier, unseen_verifier
+
+    try:
+        verifier = open_verifier(recipe, fetch=False)
+    except StageError:
+        return unseen_verifier(recipe), recipe.verifier.size_bytes or 0
+    return verifier, sum(f.stat().st_size for f in verifier.path.glob("*.safetensors"))
 
 
 def make_plan(stage, given: list[str] | None = None) -> dict:
-    """The plan as data; see the module for what stands in it.
+    """The plan as data; `remaining` is what is left of it for this run directory.
 
     Raises:
         StageError: the number of samples can't be known yet.
-        ConfigError: a recipe without what a plan needs.
+        ConfigError: a recipe without what a plan needs, or a --from that does not help.
     """
-    from eagle3.verifier import open_verifier, unseen_verifier
-
     recipe, profile = stage.recipe, stage.profile
-    try:
-        verifier = open_verifier(recipe, fetch=False)
-        weight_bytes = sum(f.stat().st_size for f in verifier.path.glob("*.safetensors"))
-    except StageError:
-        verifier = unseen_verifier(recipe)
-        weight_bytes = recipe.verifier.size_bytes or 0
-    runs = earlier_runs(stage, given or [])
-    table = rates(profile.name)
-    train_rows, heldout_rows, rows_origin = count_samples(stage)
-    val_rows = max(2, round(train_rows * recipe.data.val_share / (1 - recipe.data.val_share)))
-    rows = train_rows + val_rows + heldout_rows
-    kept = statistics.fmean(s.kept_share for _, s in runs) if runs else 1.0
-    prompt, answer = tokens_per_row(stage, runs)
-    per_row = prompt.value + answer.value
-    tokens = {
-        "prompt": rows * prompt.value,
-        "answer": rows * answer.value,
-        "all": rows * per_row,
-        "train_all_epochs": train_rows * kept * per_row * recipe.train.epochs,
-    }
-    size = _bytes(stage, verifier, rows * kept, prompt.value, answer.value, weight_bytes, runs)
-    stages = _stages(stage, runs, table, rows, tokens, heldout_rows, kept)
-    loads = _loads(stage, runs, table)
-    first, last = os.environ.get("FROM", "01"), os.environ.get("TO", "06")
-    chosen = {k: v for k, v in stages.items() if first <= k <= last}
-    waits = [x for x in loads if first <= x["stage"] <= last]
-    total = [sum(getattr(f, k) for f in chosen.values()) for k in ("value", "low", "high")]
-    total = [
-        t + sum(w["seconds"][k] for w in waits) for t, k in zip(total, ("value", "low", "high"), strict=True)
-    ]
-    hours = [t / 3600 for t in total]
-    names = ("value", "low", "high")
+    verifier, weights = open_or_guess(recipe)
+    own, runs, table = (
+        look(stage.run, "this run"),
+        earlier_runs(stage, given or []),
+        published_rates(profile.name),
+    )
+    if own.seconds and not finished_stages(
+        stage, own
+    ):  # it has grown: what it measured is an earlier, smaller run
+        runs = [*runs, own]
+    rows, rows_origin = count_rows(stage, own)
+    each = tokens_per_row(stage, own, runs)
+    kept = statistics.fmean(s.kept_share for s in runs) if runs else own.kept_share
+    tokens = count_tokens(stage, rows, each, kept)
+    amounts = {k: {s: f.value for s, f in v.items()} for k, v in each.items()}
+    disk = disk_bytes(
+        recipe, verifier, {s: n * kept for s, n in rows.items()}, amounts["prompt"], amounts["answer"]
+    )
+    rounds = int(os.environ.get("ROUNDS") or 1)
+    disk["peak_disk"] = round(
+        disk["states"] / rounds + recipe.states.shard_bytes + disk["checkpoints"] + disk["export"]
+    )
+    disk["verifier"] = round(weights)
+    disk["ram"] = ram_bytes(recipe, profile, verifier.hidden_size, verifier.vocab_size, len(verifier.layers))
+    rate = train_rate(stage, verifier, table, runs, disk["states"] / max(1.0, tokens["stored"]))
+    stages = stage_seconds(stage, own, runs, table, rows, tokens, rate)
+    loads = load_list(stage, runs, table)
+    first, last = os.environ.get("FROM") or "01", os.environ.get("TO") or "06"
+    chosen = [n for n in stages if first <= n <= last]
+    left = shares_left(stage, own, rows, tokens)
     return {
         "recipe": recipe.name,
         "profile": profile.name,
         "stages_planned": [first, last],
-        "samples": {"train": train_rows, "val": val_rows, "heldout": heldout_rows, "origin": rows_origin},
-        "tokens_per_row": {"prompt": prompt.json(), "answer": answer.json()},
+        "rounds": rounds,
+        "samples": {**{s: round(rows[s]) for s in SPLITS}, "origin": rows_origin},
+        "tokens_per_row": {k: v["train"].json() for k, v in each.items()},
         "tokens": {k: round(v) for k, v in tokens.items()},
-        "bytes": size,
-        "gpu_memory": _gpu_memory(recipe, profile, verifier, weight_bytes),
-        "loads": loads,
+        "bytes": disk,
+        "gpu_memory": None if profile.cpu else gpu_memory(recipe, profile, verifier, weights),
+        "training_rate": {
+            "bound": rate["bound"],
+            "tokens_per_s": rate["rate"].json(),
+            "compute_tokens_per_s": rate["compute"].json(),
+            "disk_read_bytes_per_s": rate["disk"].json() if rate["disk"] else None,
+            "disk_read_needed_bytes_per_s": round(rate["needs"]),
+        },
         "seconds": {k: v.json() for k, v in stages.items()},
-        "disk_read_needed_bytes_per_s": _read_rate(stage, table, size, tokens),
-        "hours": dict(zip(names, hours, strict=True)),
-        "price": {
-            "currency": profile.PRICE_CURRENCY,
-            "per_hour": profile.PRICE_PER_HOUR,
-            **dict(zip(names, (h * profile.PRICE_PER_HOUR for h in hours), strict=True)),
-        },
-        "learned_from": [s.name for _, s in runs],
+        "loads": loads,
+        **cost(stages, loads, chosen, dict.fromkeys(stages, 1.0), profile),
+        "remaining": {"share": left, **cost(stages, loads, chosen, left, profile)},
+        "learned_from": [f"{s.name}{'' if same_speed(stage, s) else ' (tokens only)'}" for s in runs],
     }
 
 
-def _bytes(stage, verifier, kept_rows, prompt, answer, weight_bytes, runs) -> dict:
-    """Bytes on disk and in RAM."""
-    recipe = stage.recipe
-    aux, final = state_bytes(verifier.hidden_size, len(verifier.layers), recipe.states.dtype)
-    states = kept_rows * ((prompt + answer - 1) * aux + answer * final + 4 * (prompt + answer))
-    p = parameters(recipe, verifier.hidden_size, verifier.vocab_size)
-    trained = p["trained"] + (p["head"] if recipe.draft.train_head else 0)
-    # Newest two and the best: fp32 weights and two Adam moments each.
-    checkpoints = 3 * 12 * trained
-    export = 2 * 2 * (p["trained"] + p["head"])
-    rounds = int(os.environ.get("ROUNDS", "1"))
-    shard = recipe.states.shard_bytes
-    longest = recipe.verifier.max_model_len * (aux + final)
-    return {
-        "per_token": aux + final,
-        "states": round(states),
-        "checkpoints": round(checkpoints),
-        "export": round(export),
-        "peak_disk": round(states / rounds + shard + checkpoints + export),
-        "verifier": round(weight_bytes),
-        # 03 holds one open shard, the longest sample and 1.5 GB; 04 on CPU the model and its optimizer.
-        "ram": round(
-            max(shard + longest + 1.5 * GB, (16 * trained + 4 * p["embedding"]) if stage.profile.cpu else 0)
-        ),
-    }
-
-
-def _stages(stage, runs, table, rows, tokens, heldout, kept) -> dict[str, Figure]:
-    """Seconds of each stage's own work, verifier loads of 03 not included."""
-    seen = [s for _, s in runs]
-    found = {}
-
-    def fit(number: str, units, x: float) -> Figure | None:
-        points = [(units(s), s.seconds[number]) for s in seen if number in s.seconds and units(s)]
-        distinct = sorted({p[0]: p for p in points}.values())
-        return line(distinct, x) if distinct else None
-
-    found["01"] = fit("01", lambda s: s.rows + s.heldout, rows) or figure(
-        10 + rows / 300, "assumed: 300 rows/s"
-    )
-    rate = table.get("extract_tokens_per_s") or figure(1000, "assumed")
-    found["03"] = fit("03", lambda s: s.prompt_tokens + s.answer_tokens, tokens["all"]) or _over(
-        tokens["all"], rate
-    )
-    found["04"] = fit("04", lambda s: s.train_tokens, tokens["train_all_epochs"]) or _over(
-        tokens["train_all_epochs"], train_rate(stage, table)
-    )
-    found["05"] = fit("05", lambda s: 1, 1) or figure(60, "assumed")
-    decode = table.get("decode_tokens_per_s") or figure(50, "assumed")
-    found["06"] = fit("06", lambda s: s.heldout, heldout) or _over(_evaluate_tokens(stage, heldout), decode)
-    return found
-
-
-def _over(units: float, rate: Figure) -> Figure:
-    """Seconds for units at a rate; a low rate makes the high end."""
-    return Figure(units / rate.value, units / rate.high, units / max(rate.low, 1e-9), rate.origin)
-
-
-def train_rate(stage, table) -> Figure:
-    """Training tokens a second over all GPUs."""
-    recipe, profile = stage.recipe, stage.profile
-    small = table.get("train_tokens_per_s_one_sample_a_step")
-    if small and recipe.train.tokens_per_step <= 1024:
-        return small  # one short sample a step: more GPUs have nothing to share
-    if per_gpu := table.get("train_tokens_per_s_per_gpu"):
-        n = max(1, profile.TRAIN_GPUS)
-        return Figure(per_gpu.value * n, per_gpu.low * n, per_gpu.high * n, f"{per_gpu.origin} x {n} GPUs")
-    return table.get("train_tokens_per_s") or figure(1000, "assumed")
-
-
-def _evaluate_tokens(stage, heldout: int) -> float:
-    """Tokens that 06 decodes at one request in flight, plain and with the draft."""
-    e = stage.recipe.evaluate
-    timed = (e.timed_prompts or heldout) * (e.timed_tokens or e.max_tokens) * e.repeats * 2
-    return timed + heldout * e.max_tokens / max(e.concurrency)
-
-
-def _loads(stage, runs, table) -> list[dict]:
-    """Every verifier load, named. 03: one (two in two-pass mode) per round; 06: with the draft, and plain."""
-    measured = [x for _, s in runs for x in s.loads]
-    if measured:
-        value = statistics.median(measured)
-        each = Figure(value, min(measured), max(measured), f"runs: {len(measured)} measured loads")
-    else:
-        each = table.get("load_seconds") or figure(120, "assumed")
-    rounds = int(os.environ.get("ROUNDS", "1"))
-    two = stage.recipe.states.mode == "two-pass"
-    names = [
-        ("03", f"extraction, round {k + 1}/{rounds}" if rounds > 1 else "extraction") for k in range(rounds)
-    ]
-    names += [("03", "answers (two-pass)")] * (rounds if two else 0)
-    # 06's servers load inside the stage: a measured 06 holds their time already.
-    inside = any("06" in s.seconds for _, s in runs)
-    names += [] if inside else [("06", "with the draft"), ("06", "plain")]
-    if stage.profile.cpu and not inside:
-        names = names[:-1]  # side by side on the CPU: one wait
-    return [{"stage": n, "what": what, "seconds": each.json()} for n, what in names]
-
-
-def _gpu_memory(recipe, profile, verifier, weight_bytes) -> dict | None:
-    if profile.cpu:
-        return None
+def gpu_memory(recipe, profile, verifier, weights: float) -> dict:
+    """Bytes per GPU of verifier and training."""
     train = training_memory(recipe, profile, verifier.hidden_size, verifier.vocab_size)
+    served = verifier_memory(recipe, profile, verifier, weights)
     return {
-        "verifier_per_gpu": {
-            k: round(v) for k, v in verifier_memory(recipe, profile, verifier, weight_bytes).items()
-        },
+        "verifier_per_gpu": {k: round(v) for k, v in served.items()},
         "training_per_gpu": {**{k: round(v) for k, v in train.items()}, "total": round(sum(train.values()))},
     }
 
 
-def _read_rate(stage, table, size, tokens) -> float:
-    """Bytes a second that the disk must deliver so that training is not held up."""
-    per_token = size["states"] / max(1, tokens["all"])
-    return round(train_rate(stage, table).value * per_token)
+# --- output -------------------------------------------------------------------------------------------------
 
 
-# --- output ----------------------------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """90 -> 1.5 min, 5400 -> 1.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def size(n: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if n < 1000 or unit == "TB":
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    raise AssertionError
+def money(price: dict) -> str:
+    """12 USD (8 to 17) at 3.5 an hour; empty where the machine costs nothing."""
+    if not price["per_hour"]:
+        return ""
+    low, value, high = (
+        f"{price[k]:.0f}" if price[k] >= 10 else f"{price[k]:.2f}" for k in ("low", "value", "high")
+    )
+    return f"{value} {price['currency']} ({low} to {high}) at {price['per_hour']:g} an hour (PRICE_PER_HOUR)"
 
 
 def table(plan: dict) -> str:
     """The plan for people."""
-    s, t, b = plan["samples"], plan["tokens"], plan["bytes"]
-    out = [
-        f"recipe {plan['recipe']}, profile {plan['profile']}, stages {' to '.join(plan['stages_planned'])}",
-        f"rows      {s['train']:,} training, {s['val']:,} validation, {s['heldout']:,} held out "
-        f"({s['origin']})",
-    ]
+    s, t, b, r = plan["samples"], plan["tokens"], plan["bytes"], plan["training_rate"]
     p, a = plan["tokens_per_row"]["prompt"], plan["tokens_per_row"]["answer"]
-    out += [
-        f"tokens    {t['all']:,}: a row has {p['value']:.0f} prompt ({p['origin']}) "
-        f"and {a['value']:.0f} answer tokens ({a['origin']})",
-        f"disk      {size(b['peak_disk'])}: states {size(b['states'])} ({size(b['per_token'])} a token), "
-        f"checkpoints {size(b['checkpoints'])}, export {size(b['export'])}; verifier {size(b['verifier'])}",
-        f"memory    {size(b['ram'])} of RAM",
-        f"reading   {size(plan['disk_read_needed_bytes_per_s'])}/s from disk, or training waits",
-    ]  # fmt: skip
-    if m := plan["gpu_memory"]:
-        v, r = m["verifier_per_gpu"], m["training_per_gpu"]
-        out += [
-            f"GPU       verifier: weights {size(v['weights'])}, state buffer {size(v['state_buffer'])}, "
-            f"KV {size(v['kv'])} = {v['kv_tokens']:,} tokens, of {size(v['budget'])}",
-            f"          training: weights, gradients, optimizer {size(r['weights_gradients_optimizer'])}, "
-            f"frozen {size(r['frozen_embedding_and_heads'])}, activations {size(r['activations'])}, "
-            f"total {size(r['total'])}",
-        ]
-    out += ["", f"{'stage':<34}{'time':>10}{'interval':>22}  origin"]
     first, last = plan["stages_planned"]
+    rounds = f", {plan['rounds']} rounds" if plan["rounds"] > 1 else ""
+    rate, compute = r["tokens_per_s"], r["compute_tokens_per_s"]
+    held = f"{s['val']:,} validation, {s['heldout']:,} held out"
+    parts = ", ".join(f"{k} {size(b[k])}" for k in ("states", "checkpoints", "export"))
+    out = [
+        f"recipe {plan['recipe']}, profile {plan['profile']}, stages {first} to {last}{rounds}",
+        f"rows      {s['train']:,} training, {held} ({s['origin']})",
+        f"tokens    {t['all']:,}: {p['value']:.0f} of prompt ({p['origin']}) and {a['value']:.0f} of answer "
+        f"({a['origin']}) in a row",
+        f"disk      {size(b['peak_disk'])}: {parts}; {size(b['per_token'])} of states a token; "
+        f"verifier {size(b['verifier'])}",
+        f"memory    {size(b['ram'])} of RAM",
+        f"training  {rate['value']:,.0f} tokens/s, limited by {r['bound']} ({rate['origin']})",
+        f"reading   {size(r['disk_read_needed_bytes_per_s'])}/s from disk are needed to keep up with "
+        f"{compute['value']:,.0f} tokens/s",
+    ]
+    if d := r["disk_read_bytes_per_s"]:
+        out[-1] += f"; the disk gives {size(d['value'])}/s ({d['origin']})"
+    if m := plan["gpu_memory"]:
+        out += gpu_lines(m)
+    out += ["", f"{'stage':<38}{'time':>10}{'interval':>22}  origin"]
     for number, f in plan["seconds"].items():
-        if not first <= number <= last:
-            continue
-        out.append(_row(f"{number} {STAGE_DIRS[number][3:]}", f))
-        out += [
-            _row(f"   + load verifier: {x['what']}", x["seconds"])
-            for x in plan["loads"]
-            if x["stage"] == number
-        ]
-    h = plan["hours"]
-    out.append(_row("total", {k: h[k] * 3600 for k in ("value", "low", "high")} | {"origin": ""}))
-    price = plan["price"]
-    if price["per_hour"]:
-        out.append(
-            f"price     {price['value']:.0f} {price['currency']} ({price['low']:.0f} to {price['high']:.0f}) "
-            f"at {price['per_hour']:g} an hour (PRICE_PER_HOUR)"
-        )
-    out.append(
-        f"learned from: {', '.join(plan['learned_from']) or 'no run of this recipe on this profile yet'}"
-    )
+        if first <= number <= last:
+            out.append(row(f"{number} {STAGE_DIRS[number][3:]}", f))
+            mine = [x for x in plan["loads"] if x["stage"] == number]
+            out += [row(f"   + load: {x['what']}", x["seconds"]) for x in mine]
+    total = {k: v * 3600 for k, v in plan["hours"].items()}
+    out.append(row("total", {**total, "origin": ""}))
+    remaining = {k: v * 3600 for k, v in plan["remaining"]["hours"].items()}
+    if remaining["value"] < 0.999 * total["value"]:
+        out.append(row("still to do in this run directory", {**remaining, "origin": ""}))
+    if price := money(plan["price"]):
+        out.append(f"price     {price}")
+    learned = ", ".join(plan["learned_from"]) or "no run of this recipe on this profile yet"
+    out.append(f"learned from: {learned}")
     return "\n".join(out)
 
 
-def _row(name: str, f: dict) -> str:
+def gpu_lines(memory: dict) -> list[str]:
+    """Memory per GPU for people."""
+    v, r = memory["verifier_per_gpu"], dict(memory["training_per_gpu"])
+    total = r.pop("total")
+    terms = ", ".join(f"{k.replace('_', ' ')} {size(n)}" for k, n in r.items() if n)
+    return [
+        f"GPU       verifier: weights {size(v['weights'])}, state buffer {size(v['state_buffer'])}, KV "
+        f"{size(max(0, v['kv']))} = {max(0, v['kv_tokens']):,} tokens of {size(v['kv_bytes_per_token'])}, in "
+        f"{size(v['budget'])}",
+        f"          training {size(total)}: {terms}",
+    ]
+
+
+def row(name: str, f: dict) -> str:
     interval = f"{duration(f['low'])} to {duration(f['high'])}"
-    return f"{name:<34}{duration(f['value']):>10}{interval:>22}  {f['origin']}".rstrip()
+    return f"{name:<38}{duration(f['value']):>10}{interval:>22}  {f['origin']}".rstrip()
 
 
 def main(argv=None) -> int:
@@ -561,18 +478,20 @@ def main(argv=None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument(
-        "--from", dest="given", action="append", default=[], metavar="RUN_DIR", help="learn from it"
+        "--from",
+        dest="given",
+        action="append",
+        default=[],
+        metavar="RUN_DIR",
+        help="learn from it (repeatable)",
     )
     args = parser.parse_args(argv)
-    args.run_dir = args.recipe = None
-    args.set = []
-    began = time.time()
+    args.run_dir, args.recipe, args.set = None, None, []
     try:
         plan = make_plan(load_stage("01", args), args.given)
     except StageError as err:
         print(f"plan: {err}", file=sys.stderr)
         return err.exit_code
-    plan["planned_in_seconds"] = round(time.time() - began, 2)
     print(json.dumps(plan, indent=2) if args.json else table(plan))
     return 0
 

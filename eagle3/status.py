@@ -1,4 +1,4 @@
-"""Where a run stands, in a second, at any time, also while another process works on it.
+"""Where a run stands, in a second, at any time, also while another process works on it. From files alone.
 
 ./run_pipeline.sh status           a table, and the next command
 ./run_pipeline.sh status --json    the same content
@@ -16,97 +16,138 @@ import time
 from pathlib import Path
 
 from eagle3.contract import ROOT, SCRIPTS, STAGE_DIRS, RunDir, StageError, process_start_time, read_json
-from eagle3.plan import duration, size
+from eagle3.learned import Seen, current_stages, look, quietly, saved_recipe
+from eagle3.plan import metrics
+from eagle3.sizes import GB, duration, size
+
+# Variables that name another machine's paths or are settings of one call only.
+KEPT_SETTINGS = ("SAMPLES", "RECIPE_SET", "ROUNDS")
+
+
+def book_of(run: RunDir) -> dict:
+    """run.json; {} if it is missing, broken, or being replaced."""
+    found = quietly(lambda: read_json(run.path / "run.json"), {})
+    return found if isinstance(found, dict) else {}
+
+
+def attempts_of(run: RunDir, number: str | None = None) -> list[dict]:
+    """Attempts in run.json that did something, of one stage or of all."""
+    found = [
+        a for a in book_of(run).get("attempts", []) if isinstance(a, dict) and a.get("status") != "skipped"
+    ]
+    return [a for a in found if number in (None, a.get("stage"))]
 
 
 def stage_status(run: RunDir, number: str) -> dict:
-    """State of one stage: done, running, interrupted (killed), failed, or todo; with what is known of it."""
-    progress = _quietly(lambda: read_json(run.logs / f"{number}.progress.json")) or {}
-    record = _quietly(lambda: read_json(run.stage(number) / "stage.json")) or {}
-    attempts = [
-        a for a in _book(run).get("attempts", []) if a["stage"] == number and a["status"] != "skipped"
-    ]
+    """One stage: done, stale (done, but an earlier stage is newer), running, interrupted, failed, or todo."""
+    progress = quietly(lambda: read_json(run.logs / f"{number}.progress.json"), {})
+    record = quietly(lambda: read_json(run.stage(number) / "stage.json"), {})
+    attempts = attempts_of(run, number)
     found = {"stage": STAGE_DIRS[number], "state": "todo", "attempts": len(attempts)}
-    if progress:
-        alive = process_start_time(progress["pid"]) == progress["start_time"]
+    if progress.get("pid"):
         found |= {k: progress.get(k) for k in ("what", "n", "total", "unit", "rate", "note")}
-        if alive:
-            since = time.time() - progress["updated"]
+        now = time.time()
+        if process_start_time(progress["pid"]) == progress["start_time"]:
             eta = progress.get("eta_seconds")
-            found |= {"state": "running", "pid": progress["pid"], "seconds": time.time() - progress["began"]}
-            return found | {"eta_seconds": max(0.0, eta - since) if eta is not None else None}
-        return found | {"state": "interrupted", "error": f"process {progress['pid']} was killed"}
+            left = None if eta is None else max(0.0, eta - (now - progress["updated"]))
+            since = now - progress["began"]
+            return found | {"state": "running", "pid": progress["pid"], "seconds": since, "eta_seconds": left}
+        error = (
+            f"process {progress['pid']} was killed after {duration(progress['updated'] - progress['began'])}"
+        )
+        return found | {"state": "interrupted", "error": error}
     if record.get("status") == "done":
         keep = {k: record.get(k) for k in ("seconds", "finished", "rates", "peak_rss_bytes")}
         return found | {"state": "done", **keep}
-    if attempts:
+    if attempts and attempts[-1].get("status") != "done":
         last = attempts[-1]
-        state = "interrupted" if last["status"] == "interrupted" else "failed"
-        return found | {"state": state if last["status"] != "done" else "todo", "error": last.get("error")}
+        state = "interrupted" if last.get("status") == "interrupted" else "failed"
+        return found | {"state": state, "error": last.get("error")}
     return found
 
 
-def _quietly(read):
-    """A file that is being replaced or was cut is no reason for status to fail."""
-    try:
-        return read()
-    except (OSError, StageError, ValueError):
-        return None
+def all_stages(run: RunDir) -> dict[str, dict]:
+    """Status of every stage; "stale": done for inputs that changed since (03: "todo", it grows)."""
+    seen = look(run)
+    current = current_stages(seen)
+    stages = {number: stage_status(run, number) for number in STAGE_DIRS}
+    for number, found in stages.items():
+        if found["state"] == "done" and number not in current:
+            if number == "03":
+                found |= {"state": "todo", "reached": reached(run, number, seen)}
+            else:
+                found |= {
+                    "state": "stale",
+                    "error": f"made before its input changed; FORCE={number} makes it anew",
+                }
+        elif found["state"] not in ("done", "todo") and (text := reached(run, number, seen)):
+            found["reached"] = text
+    return stages
 
 
-def _book(run: RunDir) -> dict:
-    return _quietly(lambda: read_json(run.path / "run.json")) or {}
-
-
-def reached(run: RunDir, number: str) -> str:
+def reached(run: RunDir, number: str, seen: Seen) -> str:
     """What an unfinished stage has on disk already."""
     if number == "03":
-        rows = bytes_ = 0
-        for manifest in run.hidden.glob("manifest-*.jsonl"):
-            for text in manifest.read_text(encoding="utf-8").splitlines():
-                entry = _quietly(lambda text=text: json.loads(text)) or {}
-                rows, bytes_ = rows + len(entry.get("samples", [])), bytes_ + entry.get("bytes", 0)
-        return f"{rows:,} rows sealed, {size(bytes_)}" if rows else ""
+        return f"{seen.kept.total():,} rows sealed, {size(seen.stored_bytes)}" if seen.kept else ""
     if number == "04":
         steps = sorted(d.parent.name for d in run.train.glob("step-*/COMPLETE"))
-        metrics = run.train / "metrics.jsonl"
-        last = (
-            _quietly(lambda: json.loads(metrics.read_text().splitlines()[-1])) if metrics.is_file() else None
-        )
         parts = [f"checkpoint {steps[-1]}"] if steps else []
-        if last:
-            parts.append(f"step {last.get('step')}, loss {last.get('loss', float('nan')):.3f}")
+        if (logged := metrics(run)) and isinstance(loss := logged[-1].get("loss"), (int, float)):
+            parts.append(f"step {logged[-1].get('step')}, loss {loss:.3f}")
         return ", ".join(parts)
     return ""
 
 
 def servers(run: RunDir) -> list[dict]:
-    """Verifier servers of this run: up, or left behind by a killed owner."""
+    """Verifier servers of this run: up, orphan (their owner was killed; the next run stops them), or dead."""
     found = []
     for path in sorted(run.path.glob("*.pid")):
-        noted = _quietly(lambda path=path: read_json(path))
-        if not noted:
+        noted = quietly(lambda p=path: read_json(p), {})
+        try:
+            up = process_start_time(noted["pid"]) == noted["start_time"]
+            owned = process_start_time(noted["owner"][0]) == noted["owner"][1]
+            age = time.time() - int(noted["mark"].partition("-")[2]) / 1e9
+            state = ("up" if owned else "orphan") if up else "dead"
+            found.append(
+                {"state": state, "age_seconds": age, **{k: noted[k] for k in ("pid", "port", "mode")}}
+            )
+        except (KeyError, IndexError, TypeError, ValueError):
             continue
-        up = process_start_time(noted["pid"]) == noted["start_time"]
-        owned = process_start_time(noted["owner"][0]) == noted["owner"][1]
-        state = ("up" if owned else "orphan") if up else "dead"
-        age = time.time() - int(noted["mark"].partition("-")[2]) / 1e9
-        found.append({"state": state, "age_seconds": age, **{k: noted[k] for k in ("pid", "port", "mode")}})
     return found
 
 
-def next_command(run: RunDir) -> str:
-    """The command that continues this run, with the variables it needs, from the repository's root."""
-    saved = run.path / "recipe.yaml"
-    attempts = _book(run).get("attempts", [])
-    settings = {}
-    if attempts:
-        settings["PROFILE"] = attempts[-1]["profile"]
-        settings |= {k: v for k, v in attempts[-1].get("settings", {}).items() if v}
-    if saved.is_file():
-        settings["RECIPE"] = saved.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# recipe: ")
+def working(run: RunDir) -> bool:
+    """Whether a run_pipeline.sh holds this run directory right now (also between two stages).
+
+    Read from /proc/locks: taking the lock to see whether it is free could get in the way of a start.
+    """
+    lock = quietly(lambda: (run.path / ".lock").stat(), None)
+    held = quietly(lambda: Path("/proc/locks").read_text(), "")
+    return lock is not None and any(
+        "FLOCK" in line and line.split()[-3].endswith(f":{lock.st_ino}") for line in held.splitlines()
+    )
+
+
+def settings_of(run: RunDir) -> dict[str, str]:
+    """The variables that name this run: recipe, profile, run directory, and what was overridden."""
+    attempts = attempts_of(run)
+    name, _ = saved_recipe(run)
+    if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+        name = short(
+            run.path / "recipe.yaml"
+        )  # the run has moved to another machine; its own copy came along
+    settings = {"RECIPE": name or os.environ.get("RECIPE", "")}
+    settings["PROFILE"] = (attempts[-1].get("profile") if attempts else "") or os.environ.get("PROFILE", "")
+    last = attempts[-1].get("settings") or {} if attempts else os.environ
+    settings |= {k: last.get(k, "") for k in KEPT_SETTINGS}
     settings["RUN_DIR"] = short(run.path)
-    return " ".join(f"{k}={shlex.quote(v)}" for k, v in settings.items()) + " ./run_pipeline.sh"
+    return {k: v for k, v in settings.items() if v}
+
+
+def command(settings: dict[str, str], words: str = "") -> str:
+    """A pasteable ./run_pipeline.sh line."""
+    line = " ".join(f"{k}={shlex.quote(v)}" for k, v in settings.items())
+    return f"{line} ./run_pipeline.sh {words}".strip()
 
 
 def short(path: Path) -> str:
@@ -114,64 +155,79 @@ def short(path: Path) -> str:
     return os.path.relpath(path, ROOT) if path.is_relative_to(ROOT) else str(path)
 
 
+def next_command(run: RunDir, stages: dict[str, dict]) -> str | None:
+    """The command that continues this run from the repository's root; None when all is done."""
+    if all(s["state"] == "done" for s in stages.values()):
+        return None
+    stale = ",".join(n for n, s in stages.items() if s["state"] == "stale")
+    return command({**settings_of(run), **({"FORCE": stale} if stale else {})})
+
+
 def status(run: RunDir, reserve_gb: float = 0.0) -> dict:
     """Everything that `./run_pipeline.sh status` shows, as data."""
-    stages = {n: stage_status(run, n) for n in STAGE_DIRS}
-    for number, found in stages.items():
-        if found["state"] not in ("done", "todo"):
-            found["reached"] = reached(run, number)
-    here = next(p for p in [run.path, *run.path.parents] if p.exists())
-    errors = [a for a in _book(run).get("attempts", []) if a.get("error")]
-    done = all(s["state"] == "done" for s in stages.values())
+    stages = all_stages(run)
+    here = next(p for p in (run.path, *run.path.parents) if p.exists())
+    errors = [a for a in attempts_of(run) if a.get("error") and a.get("stage") in stages]
+    last = errors[-1] if errors and stages[errors[-1]["stage"]]["state"] not in ("done", "running") else None
     return {
         "run_dir": str(run.path),
         "exists": run.path.is_dir(),
+        "working": working(run),
         "stages": stages,
         "servers": servers(run),
         "disk": {
             "free_bytes": shutil.disk_usage(here).free,
-            "reserve_bytes": reserve_gb * 1e9,
-            "used_bytes": sum(
-                f.stat().st_size for f in run.path.rglob("*") if f.is_file() and not f.is_symlink()
-            ),
+            "reserve_bytes": reserve_gb * GB,
+            "used_bytes": used_bytes(run.path),
         },
-        "last_error": f"{SCRIPTS[errors[-1]['stage']]}: {errors[-1]['error']}"
-        if errors and not done
-        else None,
-        "next_command": None if done else next_command(run),
+        "last_error": f"{SCRIPTS[last['stage']]}: {last['error']}" if last else None,
+        "next_command": next_command(run, stages),
     }
 
 
+def used_bytes(folder: Path) -> int:
+    """Size of all files below a folder; what disappears meanwhile does not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        total += quietly(lambda p=path: p.lstat().st_size if p.is_file() and not p.is_symlink() else 0, 0)
+    return total
+
+
+def stage_line(number: str, s: dict) -> str:
+    """One stage for people."""
+    parts = []
+    if s["state"] in ("done", "stale"):
+        parts.append(f"{duration(s.get('seconds') or 0)}, finished {s.get('finished')}")
+    elif s["state"] == "running":
+        parts.append(f"{duration(s['seconds'])} so far, pid {s['pid']}")
+    if s.get("total"):
+        meter = f"{s['what']}: {s['n']:,}/{s['total']:,} {s['unit']}s"
+        meter += f", {s['rate']:.3g} {s['unit']}s/s" if s.get("rate") else ""
+        meter += f", eta {duration(s['eta_seconds'])}" if s.get("eta_seconds") is not None else ""
+        parts.append(meter + (f", {s['note']}" if s.get("note") else ""))
+    parts += [s[k] for k in ("reached", "error") if s.get(k)]
+    return f"  {number} {s['stage'][3:]:<9} {s['state']:<12}{'; '.join(parts)}".rstrip()
+
+
 def table(found: dict) -> str:
-    """The same for people."""
-    out = [f"run directory {found['run_dir']}" + ("" if found["exists"] else " (not there yet)")]
-    for number, s in found["stages"].items():
-        line = f"  {number} {s['stage'][3:]:<9} {s['state']:<12}"
-        if s["state"] == "done":
-            line += f"{duration(s['seconds'])}, finished {s['finished']}"
-        elif s["state"] == "running":
-            line += f"{duration(s['seconds'])} so far, pid {s['pid']}"
-        if s.get("total"):
-            line += f"; {s['what']}: {s['n']:,}/{s['total']:,} {s['unit']}s"
-            line += f", {s['rate']:.3g} {s['unit']}s/s" if s.get("rate") else ""
-            line += f", eta {duration(s['eta_seconds'])}" if s.get("eta_seconds") is not None else ""
-            line += f", {s['note']}" if s.get("note") else ""
-        line += f"; {s['reached']}" if s.get("reached") else ""
-        line += f"; {s['error']}" if s.get("error") else ""
-        out.append(line)
+    """The status for people."""
+    busy = " (run_pipeline.sh is working on it)" if found["working"] else ""
+    out = [f"run directory {found['run_dir']}" + (busy if found["exists"] else " (not there yet)")]
+    out += [stage_line(number, s) for number, s in found["stages"].items()]
     for s in found["servers"]:
-        out.append(
-            f"  server    {s['state']:<12}{s['mode']}, port {s['port']}, pid {s['pid']}, {duration(s['age_seconds'])}"
-        )
+        age = duration(s["age_seconds"])
+        out.append(f"  server       {s['state']:<12}{s['mode']}, port {s['port']}, pid {s['pid']}, {age}")
     d = found["disk"]
-    out.append(
-        f"  disk      {size(d['free_bytes'])} free ({size(d['reserve_bytes'])} kept), run {size(d['used_bytes'])}"
-    )
+    kept = f", {size(d['reserve_bytes'])} of it reserved" if d["reserve_bytes"] else ""
+    out.append(f"  disk         {size(d['free_bytes'])} free{kept}; this run has {size(d['used_bytes'])}")
     if found["last_error"]:
-        out.append(f"  last error: {found['last_error']}")
-    out.append(
-        f"next: {found['next_command']}" if found["next_command"] else "all stages are done; see REPORT.md"
-    )
+        out.append(f"last error: {found['last_error']}")
+    if found["working"]:
+        out.append("next: wait; nothing to do")
+    elif found["next_command"]:
+        out.append(f"next: {found['next_command']}")
+    else:
+        out.append("all stages are done; see REPORT.md in the run directory")
     return "\n".join(out)
 
 
@@ -185,8 +241,7 @@ def main(argv=None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     args = parser.parse_args(argv)
-    args.run_dir = args.recipe = None
-    args.set = []
+    args.run_dir, args.recipe, args.set = None, None, []
     try:
         stage = load_stage("01", args)
     except StageError as err:
