@@ -41,7 +41,7 @@ from eagle3.envcheck import (
 ROOT = Path(__file__).resolve().parents[1]
 MIN_GLIBC = (2, 31)  # the newest that a wheel of the locks asks for (llguidance)
 # GB, measured and rounded up: the finished .venv, and the wheels (once in .venv/tmp, once in pip's cache).
-VENV_GB = {"cpu": 3.0, "gpu": 11.0}
+VENV_GB = {"cpu": 3.0, "gpu": 9.0}
 WHEELS_GB = {"cpu": 0.8, "gpu": 4.2}
 STAMP, LOG, LOCK, TMP = "setup.json", "setup.log", "setup.lock", "tmp"
 KEEP = (LOG, LOCK, TMP)  # in use while the rest of .venv is made anew
@@ -332,16 +332,9 @@ def check_torch_choice(kind, text):
 def pip_install(venv, kind, locks, files, options, run):
     env = os.environ
     # --no-compile: Python compiles what it imports; all of it at once would take a minute and 0.4 GB
-    options = [
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-compile",
-        *options,
-        "--progress-bar=off",
-        "--no-input",
-    ]
+    options = ["--no-deps", "--only-binary=:all:", "--no-compile", *options]
+    options += ["--progress-bar=off", "--no-input", "--disable-pip-version-check"]
     command = [venv / "bin" / "python", "-I", "-u", "-m", "pip", "install", *options]
-    command += ["--disable-pip-version-check"]
     if "PIP_RETRIES" not in env:
         command += ["--retries", "2"]
     if not {"PIP_TIMEOUT", "PIP_DEFAULT_TIMEOUT"} & env.keys():
