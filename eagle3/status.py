@@ -71,8 +71,10 @@ def all_stages(run: RunDir) -> dict[str, dict]:
     seen = look(run)
     current = current_stages(seen)
     stages = {number: stage_status(run, number) for number in STAGE_DIRS}
+    unfinished = False
     for number, found in stages.items():
-        if found["state"] == "done" and number not in current:
+        unfinished = unfinished or found["state"] in ("running", "interrupted", "failed")
+        if found["state"] == "done" and (number not in current or unfinished):
             if number == "03":
                 found |= {"state": "todo", "reached": reached(run, number, seen)}
             else:
