@@ -125,7 +125,8 @@ def look(run: RunDir, name: str | None = None) -> Seen:
             samples = record.get("samples") or {}
             seen.asked, seen.exhausted = samples.get("asked"), bool(samples.get("exhausted"))
         if number == "03":
-            seen.extracted = count(record.get("counts")) + count(record.get("dropped"))
+            in_all = count(record.get("counts")) + count(record.get("dropped"))
+            seen.extracted = 0 if record.get("round") else in_all  # a round holds its own window only
     read_manifests(run, seen)
     servers = [s for s in book.get("servers", []) if isinstance(s, dict)]
     seen.loads = [

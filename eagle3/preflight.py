@@ -45,6 +45,8 @@ def check_profile(profile, recipe, stages: list[str]) -> list[str]:
             f"profile: VERIFIER_TP x VERIFIER_DP = {used} and TRAIN_GPUS = {profile.TRAIN_GPUS} GPUs needed, "
             f"GPUS = {profile.GPUS}"
         )
+    if "04" in stages and not profile.cpu and profile.TRAIN_ROW_TOKENS % 128:
+        bad.append(f"profile: a multiple of 128 needed as TRAIN_ROW_TOKENS, {profile.TRAIN_ROW_TOKENS} found")
     longest = recipe.data.max_prompt_tokens + recipe.answers.max_tokens
     if "04" in stages and longest > profile.TRAIN_ROW_TOKENS:
         bad.append(

@@ -168,20 +168,19 @@ def result_line(r: Run) -> str:
 def how_to_go_on(r: Run) -> list[str]:
     """Where things lie, what to install, the one command."""
     inside = r.run.path.is_relative_to(ROOT)
-    where = (
-        f"This file lies in `{short(r.run.path)}` of the repository (the folder that holds "
-        "`run_pipeline.sh`)."
-        if inside
-        else f"The repository (the folder that holds `run_pipeline.sh`) is `{ROOT}`; this run lies outside "
-        "of it."
-    )
+    place = "The repository is the folder that holds `run_pipeline.sh`"
+    where = f"{place}; this file lies in its `{short(r.run.path)}`."
+    if not inside:
+        where = f"{place}: `{ROOT}`. This run lies outside of it, in `{r.run.path}`."
     needs = (
-        "The command below uses a Python that is already equipped (SETUP=off PYTHON=...); leave both out and "
-        "the script makes `.venv` itself."
-        if r.setup()
-        else "Nothing has to be installed by hand: the script makes `.venv` (Python 3.11 or 3.12, x86-64 "
-        "Linux, 3 GB without a GPU, 11 GB with one; it needs a package index)."
+        "Nothing has to be installed by hand: the script makes `.venv` (x86-64 Linux, Python 3.11 or 3.12, a "
+        "package index; 3 GB, with a GPU 11 GB)."
     )
+    if r.setup():
+        needs = (
+            "The command uses a Python that is already equipped (SETUP=off PYTHON=...); without these two "
+            "the script makes `.venv` itself, which takes a package index and 3 GB, with a GPU 11 GB."
+        )
     lines = ["## How to go on", "", f"{where} {needs}", ""]
     cd = f"cd {shlex.quote(to_root(r.run))}" + ("   # from the folder of this file" if inside else "")
     if r.status["working"]:
@@ -275,14 +274,14 @@ def quality(r: Run) -> list[str]:
     val, walk = train.get("val") or {}, train.get("heldout") or {}
     rows = [
         [
-            "expected, validation split (04)",
+            "expected on validation rows (04)",
             number(val.get("expected_acceptance_length")),
-            "training's own estimate",
+            "training's estimate",
         ],
         [
-            "predicted, held-out answers (04)",
+            "predicted on held-out answers (04)",
             number(walk.get("acceptance_length")),
-            "walk over stored answers",
+            "a walk over stored answers",
         ],
         [
             "**measured, held-out prompts (06)**",
@@ -316,7 +315,8 @@ def by_position(r: Run, walk: dict) -> list[str]:
         served = [n / e["drafts"] for n in e.get("accepted_per_position") or []]
     wanted = close.get("predicted_per_position")
     if not wanted and walk.get("drafts"):
-        wanted = [n / walk["drafts"] for n in walk.get("accepted_per_position") or []]
+        counts = walk.get("accepted_counts")
+        wanted = [n / walk["drafts"] for n in counts] if counts else walk.get("accepted_per_position")
     if not served:
         return [f"By position: {NOT_YET}.", ""]
     rows = [

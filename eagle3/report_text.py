@@ -8,7 +8,7 @@ steps a text takes. This run makes such a draft: the verifier answers prompts, i
 draft is trained on them, converted for vLLM, and measured."""
 
 STAGE_TEXTS = {
-    "01": "chats become tokenized prompts, split into training, validation and held-out rows; duplicates removed.",
+    "01": "chats become tokenized prompts for training, validation and held out; duplicates are removed.",
     "02": "starts the verifier (vLLM); stages 03 and 06 do this by themselves.",
     "03": "the verifier answers the prompts; its hidden states and its answers are stored and proven right.",
     "04": "trains the draft on the stored states (speculators); resumes from its last checkpoint.",
