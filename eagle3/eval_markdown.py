@@ -141,8 +141,8 @@ def positions(report: dict) -> list[str]:
         "## Draft lengths",
         "",
         f"{report['drafts']} drafts, {report['draft_tokens']} draft tokens, {report['accepted_tokens']} "
-        "accepted. Acceptance of the shorter lengths follows from the longest. Speed-ups are for one request in "
-        "flight: computed from the step time of the longest, or timed.",
+        "accepted. Acceptance of the shorter lengths follows from the longest. Speed-ups are for one request "
+        "in flight: computed from the step time of the longest, or timed.",
         "",
         *table(head, rows),
         "",
@@ -208,17 +208,17 @@ def texts(report: dict) -> list[str]:
     ]
     if found:
         lines += [
-            f"Greedy answers with and without the draft: {found['same']} the same, {found['near_tie']} part at "
-            f"a near-tie (the plain server finds the other token at most {found['near_tie_bound']:g} nats less "
-            f"likely; largest gap {number(found['largest_near_tie_gap'], 3)}), {found['different']} differ "
-            "otherwise. bf16 sums depend on what is batched together, so near-ties fall either way.",
+            f"Greedy answers with and without the draft: {found['same']} the same, {found['near_tie']} part "
+            f"at a near-tie (the plain server finds the other token at most {found['near_tie_bound']:g} nats "
+            f"less likely; largest gap {number(found['largest_near_tie_gap'], 3)}), {found['different']} "
+            "differ otherwise. bf16 sums depend on what is batched together, so near-ties fall either way.",
             "",
         ]
     if counters:
         agree = "agree" if counters["agree_with_responses"] else "DISAGREE"
         lines += [
-            f"The server's counters ({counters['drafts']} drafts, {counters['accepted_tokens']} accepted) and "
-            f"the counts in its responses {agree}.",
+            f"The server's counters ({counters['drafts']} drafts, {counters['accepted_tokens']} accepted) "
+            f"and the counts in its responses {agree}.",
             "",
         ]
     return lines

@@ -234,7 +234,8 @@ def closure(
     if 0.0 not in m.passes:
         return None, "evaluate.temperatures has no 0, and 04 predicts greedy serving"
     answers = [a for a in m.passes[0.0].answers if a.id in stored]
-    same = {a.id for a in answers if a.tokens == stored[a.id]}
+    # The shorter of two token limits is no difference.
+    same = {a.id for a in answers if all(x == y for x, y in zip(a.tokens, stored[a.id], strict=False))}
     rows, chosen, on = predicted.get("rows") or {}, answers, "prompts that 04 walked"
     drafts, reached = predicted["drafts"], predicted["accepted_per_position"]
     if common := [a for a in answers if a.id in same and a.id in rows]:
