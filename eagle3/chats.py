@@ -194,6 +194,8 @@ def from_fields(value: dict) -> list:
     prompt = value[name]
     answer = next((value[k] for k in ANSWER_FIELDS if value.get(k)), None)
     if isinstance(prompt, list):
+        if len(prompt) == 1 and isinstance(prompt[0], list):  # BFCL: a list of chats, one in practice
+            prompt = prompt[0]
         if not all(isinstance(turn, str) for turn in prompt):
             return [*prompt, *(answer if isinstance(answer, list) else [])]
         turns = [
@@ -432,8 +434,7 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; the template has written every special token itself."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return [int(i) for i in ids]
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def prompt_text(self, messages: list[dict], tools: list[dict] | None, kwargs: dict) -> str:
         """Rendering up to and including the generation prompt.
