@@ -222,8 +222,8 @@ def closure(
     """04's prediction on the stored held-out answers beside the served counts on the same prompts.
 
     Args:
-        predicted: `heldout` of 04's stage.json: drafts, accepted_per_position (counts), and `rows` by prompt
-            id with the same two, if it has them: then only prompts answered as stored count.
+        predicted: `heldout` of 04's stage.json: drafts, accepted_counts per position, and the same two by
+            prompt under `by_id`, if it has that: then only prompts answered as stored are compared.
         stored: answer tokens that 03 stored, by prompt id.
 
     Returns:
@@ -236,12 +236,12 @@ def closure(
     answers = [a for a in m.passes[0.0].answers if a.id in stored]
     # The shorter of two token limits is no difference.
     same = {a.id for a in answers if all(x == y for x, y in zip(a.tokens, stored[a.id], strict=False))}
-    rows, chosen, on = predicted.get("rows") or {}, answers, "prompts that 04 walked"
-    drafts, reached = predicted["drafts"], predicted["accepted_per_position"]
-    if common := [a for a in answers if a.id in same and a.id in rows]:
+    by_id, chosen, on = predicted.get("by_id") or {}, answers, "prompts that 04 walked"
+    drafts, reached = predicted["drafts"], predicted["accepted_counts"]
+    if common := [a for a in answers if a.id in same and a.id in by_id]:
         chosen, on = common, "prompts whose served answer is the stored one"
-        drafts = sum(rows[a.id]["drafts"] for a in common)
-        reached = [sum(x) for x in zip(*(rows[a.id]["accepted_per_position"] for a in common), strict=True)]
+        drafts = sum(by_id[a.id]["drafts"] for a in common)
+        reached = [sum(x) for x in zip(*(by_id[a.id]["accepted_counts"] for a in common), strict=True)]
     served = acceptance(chosen, m.positions)
     if not served["drafts"] or not drafts or len(reached) < m.positions:
         return None, "no draft was made on the prompts that 04 walked, or it walked fewer positions"

@@ -329,7 +329,7 @@ def test_a_shorter_draft_is_expected_to_win_when_late_positions_are_hardly_accep
 
 @pytest.mark.parametrize(("served", "passed"), [([10, 4, 2, 4], True), ([14, 4, 1, 1], False)])
 def test_prediction_and_service_are_compared_position_by_position(served, passed):
-    predicted = {"drafts": 200, "accepted_per_position": [100, 60, 40]}
+    predicted = {"drafts": 200, "accepted_counts": [100, 60, 40]}
     m = material({"chat": served})
     stored = {a.id: a.tokens for a in m.passes[0.0].answers}
     close, why = closure(predicted, m, stored, 0.1)
@@ -342,8 +342,8 @@ def test_only_answers_as_stored_are_compared_where_the_prediction_is_known_by_pr
     first, second = m.passes[0.0].answers[:2]
     first.runs = [20, 0, 0, 0]  # took another turn
     stored = {first.id: [9, 9, 9], second.id: [*second.tokens, 77]}  # a longer limit in 03 is no difference
-    rows = {key: {"drafts": 20, "accepted_per_position": [10, 6, 4]} for key in (first.id, second.id)}
-    close, _ = closure({"drafts": 40, "accepted_per_position": [20, 12, 8], "rows": rows}, m, stored, 0.1)
+    by_id = {key: {"drafts": 20, "accepted_counts": [10, 6, 4]} for key in (first.id, second.id)}
+    close, _ = closure({"drafts": 40, "accepted_counts": [20, 12, 8], "by_id": by_id}, m, stored, 0.1)
     assert (close["prompts"], close["answers_otherwise"]) == (1, 1)
     assert close["gap_per_position"] == pytest.approx([0, 0, 0])
 
@@ -465,7 +465,7 @@ class World:
         make_draft(self.path / "05_export" / "vllm")
         self.exported("x")
         self.stubs = {"plain": Stub(None), "draft": Stub([10, 5, 3, 2])}
-        self.up, self.most, self.started = 0, 0, []
+        self.up, self.most, self.started, self.stored = 0, 0, [], {}
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(bench, "verifier_server", self.server)
         self.draw = plots._save
@@ -500,7 +500,9 @@ class World:
     def run(self, *args: str) -> int:
         sets = [x for s in self.settings for x in ("--set", s)]
         command = ["--run-dir", str(self.path), "--recipe", "smollm2-135m", *sets, *args]
-        return load_stage("06_evaluate.py").main(command)
+        stage = load_stage("06_evaluate.py")
+        stage.stored_heldout = lambda _: self.stored
+        return stage.main(command)
 
     @property
     def folder(self) -> Path:
@@ -618,6 +620,21 @@ def test_gates_fail_after_the_report_and_again_on_a_rerun(world, capsys):
     world.started.clear()
     assert world.run("--min-acceptance", "1.9") == 1 and world.run("--min-acceptance", "1.8") == 0
     assert world.started == []
+
+
+def test_a_draft_served_unlike_its_training_fails_with_a_checklist(world, capsys):
+    assert world.run() == 0
+    assert world.report["closure"] is None and "04_train" in world.report["why"]["closure"]
+    world.stored = {f"h{i}": ([i + 1, 2], [(i + 1) * 7 % 61]) for i in range(8)}
+    (world.path / "04_train").mkdir()
+    record = world.path / "04_train" / "stage.json"
+    record.write_text(json.dumps({"heldout": {"drafts": 100, "accepted_counts": [75, 30, 12]}}))
+    assert world.run("--force") == 1
+    said = capsys.readouterr().err
+    assert "0.750 / 0.500" in said and "eagle_aux_hidden_state_layer_ids" in said
+    assert world.report["closure"]["passed"] is False and world.report["acceptance_length"] == 1.85
+    assert "exceeds 0.1" in (world.folder / "report.md").read_text()
+    assert world.run("--set", "evaluate.max_gap=0.3") == 0  # a gate is no part of what was measured
 
 
 def test_a_baseline_catches_a_regression_and_refuses_other_prompts(world, capsys, tmp_path):
