@@ -47,15 +47,19 @@ def acceptance(report: dict, path: Path) -> None:
         for ax in (left, right):
             _empty(ax, f"not measured: {report['why']['acceptance_length']}")
         return _save(figure, path)
-    where = range(len(rates))
-    bars = left.bar(where, rates, color=DRAFT, width=0.6, label="served")
-    left.bar_label(bars, [f"{r:.0%}" for r in rates], padding=2)
-    if report["closure"]:
-        predicted = report["closure"]["predicted_per_position"]
-        left.plot(where, predicted, "D", color=EXPECTED, label="predicted in training")
+    where, close = range(len(rates)), report["closure"]
+    bars = [("served", rates, DRAFT)]
+    if close:
+        bars.insert(0, ("predicted in training", close["predicted_per_position"], PLAIN))
+    width = 0.7 / len(bars)
+    for n, (label, shares, color) in enumerate(bars):
+        at = [i + (n - (len(bars) - 1) / 2) * width for i in where]
+        drawn = left.bar(at, shares, width * 0.95, color=color, label=label)
+        left.bar_label(drawn, [f"{r:.0%}" for r in shares], padding=2)
+    if close:
         left.legend(frameon=False)
     left.set_xticks(list(where), [f"token {i + 1}" for i in where])
-    left.set_ylim(0, min(1.0, max([*rates, 0.1]) * 1.3))
+    left.set_ylim(0, min(1.08, 1.25 * max([0.05, *(share for _, shares, _ in bars for share in shares)])))
     left.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     left.set_title("Draft tokens accepted")
 

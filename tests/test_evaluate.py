@@ -675,12 +675,19 @@ def test_gpu_profiles_hold_one_server_at_a_time_and_say_so(world):
 def test_a_promising_shorter_draft_is_timed_with_one_more_load(world):
     # Nothing is accepted behind position 0, and a step with a draft takes clearly longer.
     world.monkeypatch.setattr(bench, "WORTH_A_LOAD", 1.03)
-    world.stubs = {"plain": Stub(None, delay=0.02), "draft": Stub([20, 3, 0, 0], delay=0.06)}
+    world.stubs = {"plain": Stub(None, delay=0.06), "draft": Stub([10, 9, 1, 0], delay=0.06)}
     assert world.run() == 0
     assert world.started[-1][0] == "verifier-short" and world.started[-1][2] == 1
     rows = world.report["lengths"]
     assert rows[0]["speedup"] is not None and rows[1]["speedup"] is None and rows[1]["why"]
     assert len(world.report["loads"]) == 3
+
+
+def test_no_load_is_spent_on_a_draft_that_slows_serving_down_at_any_length(world):
+    world.monkeypatch.setattr(bench, "WORTH_A_LOAD", 1.03)
+    world.stubs = {"plain": Stub(None, delay=0.02), "draft": Stub([20, 0, 0, 0], delay=0.06)}
+    assert world.run() == 0
+    assert len(world.started) == 2 and any("slows serving down" in w for w in world.report["warnings"])
 
 
 def test_temperatures_above_zero_send_the_recipes_sampling(world):
@@ -736,3 +743,30 @@ def test_the_training_curve_is_drawn_from_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     plots.training(tmp_path / "metrics.jsonl", tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- the real run of the tests ----------------------------------------------------------------------------
+
+
+def test_the_real_run_is_measured_whole_and_agrees_with_its_training(e2e_run):
+    r = json.loads((e2e_run.evaluate / "report.json").read_text())
+    asked = r["with_looping_answers"]["prompts"]
+    assert r["counters"]["agree_with_responses"] is True
+    assert r["prompts"] + r["looping_answers"] == asked
+    assert sum(r["greedy_identical"][k] for k in ("same", "near_tie", "different")) == asked
+    assert 1 < r["acceptance_length"] <= 1 + r["num_speculative_tokens"]
+    assert all(row["plain_tokens_per_s"] > 1 and row["speedup"] > 0 for row in r["concurrency"].values())
+    assert r["closure"]["passed"] is True and r["closure"]["answers_as_stored"] > 0
+
+
+def test_the_real_run_is_skipped_quickly(e2e_run):
+    from conftest import E2E_SAMPLES, E2E_SET, run_stage_cmd
+
+    env = {
+        "RUN_DIR": str(e2e_run.path),
+        "SAMPLES": E2E_SAMPLES,
+        "RECIPE_SET": E2E_SET,
+        "PROFILE": "cpu-smoke",
+    }
+    done = run_stage_cmd("06_evaluate.py", "--check", env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
