@@ -38,7 +38,7 @@ from eagle3.verifier import Verifier, open_verifier
 log = logging.getLogger("eagle3")
 
 FILES = (*SPLITS, "rejected")
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model", "*.tiktoken",
                    "vocab.*", "merges.txt", "tokenization_*.py", "generation_config.json")  # fmt: skip
 
 
