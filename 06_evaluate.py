@@ -60,6 +60,8 @@ def find_drafts(stage: Stage) -> list[Draft]:
                 f"{stage.run.export} holds no finished draft: run 05_convert.py, or pass --draft DIR"
             )
         content = {name: entry for name, entry in made["outputs"].items() if name.startswith("vllm/")}
+        if damaged := StageRecord(stage.run, "05", {}, "").damaged({"outputs": content}):
+            raise StageError(f"{stage.run.export}: {'; '.join(damaged)}; run 05_convert.py --force")
         return [Draft(OWN, stage.run.path / OWN, digest(content))]
     found = []
     for path in stage.args.draft:

@@ -1,8 +1,7 @@
-"""Plots that read at a glance: what 06 measured, and how training went."""
+"""The plots of 06, made to be read at a glance."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from eagle3.contract import write_atomic
@@ -119,24 +118,4 @@ def speed(report: dict, path: Path) -> None:
     right.set_ylabel("speed-up")
     right.set_title("Speed-up by draft length, one in flight")
     right.legend(frameon=False)
-    _save(figure, path)
-
-
-def training(metrics: Path, path: Path) -> None:
-    """Loss and expected acceptance length over steps, from 04's metrics.jsonl."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
-    figure, (left, right) = _figure(2)
-    for split, color, style in (("train", PLAIN, "-"), ("val", DRAFT, "o-")):
-        rows = [r for r in lines if r.get("split", "train") == split]
-        for ax, key in ((left, "loss"), (right, "expected_acceptance_length")):
-            points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
-            if points:
-                ax.plot(*zip(*points, strict=True), style, color=color, label=split, markersize=4)
-    for ax, title in ((left, "Loss"), (right, "Expected acceptance length")):
-        if ax.lines:
-            ax.set_xlabel("step")
-            ax.set_title(title)
-            ax.legend(frameon=False)
-        else:
-            _empty(ax, f"{title}: nothing logged yet")
     _save(figure, path)

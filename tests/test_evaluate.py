@@ -482,7 +482,8 @@ class World:
 
     def exported(self, content: str) -> None:
         """As if 05 had written this content."""
-        outputs = {"vllm/model.safetensors": {"sha256": content}, "vllm/config.json": {"sha256": "c"}}
+        size = (self.path / "05_export" / "vllm" / "model.safetensors").stat().st_size
+        outputs = {"vllm/model.safetensors": {"sha256": content, "bytes": size}}
         record = {"stage": "05_export", "status": "done", "identity": {}, "outputs": outputs}
         (self.path / "05_export" / "stage.json").write_text(json.dumps(record))
 
@@ -579,9 +580,15 @@ def test_another_draft_is_refused_until_forced(world, capsys):
     assert world.run("--force") == 0
 
 
-def test_no_export_names_the_stage_to_run(world, capsys):
+def test_no_export_or_a_changed_one_names_the_stage_to_run(world, capsys):
+    weights = world.path / "05_export" / "vllm" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"x")
+    assert world.run() == 1
+    said = capsys.readouterr().err
+    assert "model.safetensors" in said and "05_convert.py" in said
     (world.path / "05_export" / "stage.json").unlink()
     assert world.run() == 1 and "05_convert.py" in capsys.readouterr().err
+    assert world.started == []
 
 
 def test_missing_counters_are_null_with_a_reason(world):
@@ -732,17 +739,6 @@ def test_plots_are_drawn_for_whole_and_for_missing_figures(world, exports):
     assert world.run() == 0
     for name in ("acceptance.png", "speed.png"):
         assert (world.folder / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_training_curve_is_drawn_from_metrics(tmp_path):
-    lines = [
-        {"step": s, "split": split, "loss": 5 - s / 10, "expected_acceptance_length": 1 + s / 20}
-        for s in range(1, 11)
-        for split in ("train", "val")
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    plots.training(tmp_path / "metrics.jsonl", tmp_path / "training.png")
-    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- the real run of the tests ----------------------------------------------------------------------------
