@@ -51,6 +51,24 @@ def quietly(read, default):
     return default if found is None else found
 
 
+def read_dict(path: Path) -> dict:
+    """A JSON object from a file; {} if the file is missing, broken, or holds something else."""
+    found = quietly(lambda: read_json(path), {})
+    return found if isinstance(found, dict) else {}
+
+
+def read_book(run: RunDir) -> dict[str, list[dict]]:
+    """run.json: {"attempts": [...], "servers": [...]}, of which only whole entries."""
+    book = read_dict(run.path / "run.json")
+    lists = {k: book.get(k) if isinstance(book.get(k), list) else [] for k in ("attempts", "servers")}
+    return {k: [x for x in v if isinstance(x, dict)] for k, v in lists.items()}
+
+
+def extracting(book: dict[str, list[dict]]) -> list[dict]:
+    """The servers of 03; those of 06 run inside its own time."""
+    return [s for s in book["servers"] if s.get("mode") == "extract"]
+
+
 def count(value) -> float:
     """Sum of a number, or of the numbers in nested mappings (rows by split and domain)."""
     if isinstance(value, dict):
@@ -108,12 +126,12 @@ class Seen:
 def look(run: RunDir, name: str | None = None) -> Seen:
     """Read a run directory's records; a stage that is not finished leaves its part empty."""
     seen = Seen(name or run.path.name)
-    book = quietly(lambda: read_json(run.path / "run.json"), {})
-    attempts = [a for a in book.get("attempts", []) if isinstance(a, dict)]
+    book = read_book(run)
+    attempts = book["attempts"]
     seen.profiles = {a.get("profile") for a in attempts}
     seen.recipe_name, seen.recipe = saved_recipe(run)
     for number in STAGE_DIRS:
-        record = quietly(lambda n=number: read_json(run.stage(n) / "stage.json"), {})
+        record = read_dict(run.stage(number) / "stage.json")
         if record.get("status") != "done":
             continue
         seen.seconds[number] = total_seconds(attempts, number, record.get("seconds") or 0.0)
@@ -128,10 +146,7 @@ def look(run: RunDir, name: str | None = None) -> Seen:
             in_all = count(record.get("counts")) + count(record.get("dropped"))
             seen.extracted = 0 if record.get("round") else in_all  # a round holds its own window only
     read_manifests(run, seen)
-    servers = [s for s in book.get("servers", []) if isinstance(s, dict)]
-    seen.loads = [
-        s["ready_seconds"] for s in servers if s.get("mode") == "extract" and s.get("ready_seconds")
-    ]
+    seen.loads = [s["ready_seconds"] for s in extracting(book) if s.get("ready_seconds")]
     return seen
 
 

@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 from eagle3 import provenance
-from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError, read_json
-from eagle3.learned import quietly
+from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError
+from eagle3.learned import quietly, read_dict
 from eagle3.server import port_busy, staging_dir
 from eagle3.sizes import GB
 
@@ -33,7 +33,7 @@ VLLM_FOR_TP = (0, 32)
 def open_stages(run: RunDir) -> list[str]:
     """Stages of FROM..TO whose record is not there."""
     first, last = os.environ.get("FROM") or "01", os.environ.get("TO") or "06"
-    records = {n: quietly(lambda n=n: read_json(run.stage(n) / "stage.json"), {}) for n in STAGE_DIRS}
+    records = {n: read_dict(run.stage(n) / "stage.json") for n in STAGE_DIRS}
     return [n for n in STAGE_DIRS if first <= n <= last and records[n].get("status") != "done"]
 
 

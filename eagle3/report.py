@@ -17,13 +17,12 @@ import shlex
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
-from eagle3.contract import ROOT, SCRIPTS, STAGE_DIRS, RunDir, StageError, read_json, write_text
-from eagle3.learned import count, quietly, saved_recipe
+from eagle3.contract import ROOT, SCRIPTS, STAGE_DIRS, RunDir, StageError, write_text
+from eagle3.learned import count, extracting, quietly, read_book, read_dict, saved_recipe
 from eagle3.report_text import FALLBACKS, KIMI_NOTE, KIMI_TABLE, STAGE_TEXTS, WHAT_IT_IS
 from eagle3.sizes import duration, size
-from eagle3.status import attempts_of, book_of, command, settings_of, short, status
+from eagle3.status import attempts_of, command, settings_of, short, status
 
 NOT_YET = "not measured yet"
 # Rows of a JSONL that are read at most for a count of reasons: the report has to be quick.
@@ -42,9 +41,9 @@ class Run:
         self.run, self.stage = run, stage
         self.status = status(run)
         self.stages = self.status["stages"]
-        self.records = {n: self.read(run.stage(n) / "stage.json") for n in STAGE_DIRS}
-        self.evaluation = self.read(run.evaluate / "report.json") if self.done("06") else {}
-        self.book, self.attempts = book_of(run), attempts_of(run)
+        self.records = {n: read_dict(run.stage(n) / "stage.json") for n in STAGE_DIRS}
+        self.evaluation = read_dict(run.evaluate / "report.json") if self.done("06") else {}
+        self.book, self.attempts = read_book(run), attempts_of(run)
         self.name, self.recipe = saved_recipe(run)
         if not self.recipe and stage:
             self.name, self.recipe = stage.recipe.name, stage.recipe.model_dump(mode="json")
@@ -52,10 +51,6 @@ class Run:
         if stage and "RECIPE" not in self.settings:
             self.settings = {"RECIPE": self.name, **self.settings}
         self.settings.setdefault("PROFILE", stage.profile.name if stage else "")
-
-    def read(self, path: Path) -> dict:
-        found = quietly(lambda: read_json(path), {})
-        return found if isinstance(found, dict) else {}
 
     def done(self, number: str) -> bool:
         return self.stages[number]["state"] in ("done", "stale")
@@ -224,7 +219,7 @@ def what_was_done(r: Run) -> list[str]:
         ])  # fmt: skip
     texts = [f"- **{n}** `{SCRIPTS[n]}`: {text}" for n, text in STAGE_TEXTS.items()]
     head = ["stage", "state", "time, all attempts", "peak memory", "result"]
-    loads = [s for s in r.book.get("servers", []) if isinstance(s, dict)]
+    loads = r.book["servers"]
     servers = (
         f"The verifier was started {len(loads)} time(s)" if loads else "The verifier has not been started"
     )
@@ -398,8 +393,7 @@ def prices(r: Run) -> tuple[float, str]:
 
 def load_seconds(r: Run) -> list[float]:
     """Seconds of each extraction server before it was ready (its stage was not running yet)."""
-    servers = [s for s in r.book.get("servers", []) if isinstance(s, dict) and s.get("mode") == "extract"]
-    return [s.get("ready_seconds") or s.get("seconds") or 0 for s in servers]
+    return [s.get("ready_seconds") or s.get("seconds") or 0 for s in extracting(r.book)]
 
 
 def cost(r: Run) -> list[str]:

@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from eagle3.contract import ROOT, SCRIPTS, STAGE_DIRS, RunDir, StageError, process_start_time, read_json
-from eagle3.learned import Seen, current_stages, look, quietly, saved_recipe
+from eagle3.contract import ROOT, SCRIPTS, STAGE_DIRS, RunDir, StageError, process_start_time
+from eagle3.learned import Seen, current_stages, look, quietly, read_book, read_dict, saved_recipe
 from eagle3.plan import metrics
 from eagle3.sizes import GB, duration, size
 
@@ -24,24 +24,16 @@ from eagle3.sizes import GB, duration, size
 KEPT_SETTINGS = ("SAMPLES", "RECIPE_SET", "ROUNDS")
 
 
-def book_of(run: RunDir) -> dict:
-    """run.json; {} if it is missing, broken, or being replaced."""
-    found = quietly(lambda: read_json(run.path / "run.json"), {})
-    return found if isinstance(found, dict) else {}
-
-
 def attempts_of(run: RunDir, number: str | None = None) -> list[dict]:
     """Attempts in run.json that did something, of one stage or of all."""
-    found = [
-        a for a in book_of(run).get("attempts", []) if isinstance(a, dict) and a.get("status") != "skipped"
-    ]
+    found = [a for a in read_book(run)["attempts"] if a.get("status") != "skipped"]
     return [a for a in found if number in (None, a.get("stage"))]
 
 
 def stage_status(run: RunDir, number: str) -> dict:
     """One stage: done, stale (done, but an earlier stage is newer), running, interrupted, failed, or todo."""
-    progress = quietly(lambda: read_json(run.logs / f"{number}.progress.json"), {})
-    record = quietly(lambda: read_json(run.stage(number) / "stage.json"), {})
+    progress = read_dict(run.logs / f"{number}.progress.json")
+    record = read_dict(run.stage(number) / "stage.json")
     attempts = attempts_of(run, number)
     found = {"stage": STAGE_DIRS[number], "state": "todo", "attempts": len(attempts)}
     if progress.get("pid"):
@@ -104,7 +96,7 @@ def servers(run: RunDir) -> list[dict]:
     """Verifier servers of this run: up, orphan (their owner was killed; the next run stops them), or dead."""
     found = []
     for path in sorted(run.path.glob("*.pid")):
-        noted = quietly(lambda p=path: read_json(p), {})
+        noted = read_dict(path)
         try:
             up = process_start_time(noted["pid"]) == noted["start_time"]
             owned = process_start_time(noted["owner"][0]) == noted["owner"][1]
