@@ -38,8 +38,18 @@ from eagle3.verifier import Verifier, open_verifier
 log = logging.getLogger("eagle3")
 
 FILES = (*SPLITS, "rejected")
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model", "*.tiktoken",
-                   "vocab.*", "merges.txt", "tokenization_*.py", "generation_config.json")  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "vocab.*",
+    "merges.txt",
+    "tokenization_*.py",
+    "generation_config.json",
+)
 
 
 def parser():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import kimi_tiny
 import pytest
@@ -17,17 +16,8 @@ TOOLS = [{"type": "function", "function": {"name": "get_river", "parameters": {"
 
 @pytest.fixture(scope="session")
 def kimi_folder(tmp_path_factory):
-    """The Kimi-like test verifier without its weights."""
-    out = tmp_path_factory.mktemp("kimi") / "tokenizer"
-    out.mkdir()
-    for file in kimi_tiny.FILES.iterdir():
-        if file.is_file():
-            shutil.copyfile(file, out / file.name)
-    (out / "config.json").write_text(json.dumps(kimi_tiny.config(int4=False)))
-    ends = [kimi_tiny.ID["<|im_end|>"], kimi_tiny.ID["[EOS]"]]
-    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    kimi_tiny.write_tokenizer(out, kimi_tiny.Language())
-    return out
+    """The Kimi-like test verifier."""
+    return kimi_tiny.build(tmp_path_factory.mktemp("kimi") / "verifier", shards=2)
 
 
 @pytest.fixture(scope="session")
