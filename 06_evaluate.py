@@ -135,7 +135,7 @@ def build_report(stage: Stage, verifier, bench: Bench, materials: list, skipped:
             result["why"]["closure"] = why
         result["warnings"] = eval_report.warnings(result, skipped)
         result["serve_command"] = eval_report.serve_command(
-            verifier, recipe, stage.profile, m.folder, result["best_num_speculative_tokens"]
+            stage, verifier, m.folder, result["best_num_speculative_tokens"]
         )
     return {
         "verifier": recipe.verifier.model,

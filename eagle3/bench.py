@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eagle3.cli import Stage
-from eagle3.eval_report import Material, expected_at_one
+from eagle3.eval_report import Material, expected_at_one, with_draft_length
 from eagle3.measure import TOP_LOGPROBS, Ask, Pass, ask_all, ask_counted, balanced, looping
 from eagle3.progress import Progress
 from eagle3.server import Server, verifier_server
@@ -64,14 +64,11 @@ class Bench:
         port = self.stage.profile.VERIFIER_PORT + (role if self.side_by_side else 0)
         stage = self.stage
         if tokens:
+            # The server reads the recipe anew, from its file and the overrides.
             changed = [*stage.args.set, f"evaluate.num_speculative_tokens={tokens}"]
-            short = stage.recipe.evaluate.model_copy(update={"num_speculative_tokens": tokens})
             stage = replace(
-                stage,
-                args=Namespace(**{**vars(stage.args), "set": changed}),
-                recipe=stage.recipe.model_copy(update={"evaluate": short}),
+                with_draft_length(stage, tokens), args=Namespace(**{**vars(stage.args), "set": changed})
             )
-            stage.recipe._path = self.stage.recipe.path
         what = "without a draft" if role == 0 else f"with {draft.name}"
         self.loads.append(what + (f", {tokens} draft tokens" if tokens else ""))
         name = ("verifier-plain", "verifier-draft", "verifier-short")[role]

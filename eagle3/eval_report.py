@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eagle3.contract import ConfigError, StageError, read_json
@@ -291,18 +291,26 @@ def warnings(result: dict, skipped: dict[str, int]) -> list[str]:
     return found
 
 
-def serve_command(verifier, recipe, profile, folder: Path, tokens: int) -> str:
-    """The plain vLLM command that serves verifier and draft."""
-    spec = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": tokens}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(verifier.path)]
-    command += ["--max-model-len", str(recipe.verifier.max_model_len)]
-    if not profile.cpu:
-        command += ["--tensor-parallel-size", str(profile.VERIFIER_TP)]
-    if verifier.trust_remote_code:
-        command += ["--trust-remote-code"]
-    if recipe.verifier.language_model_only:
-        command += ["--language-model-only"]
-    return shlex.join([*command, "--speculative-config", json.dumps(spec)])
+def serve_command(stage, verifier, folder: Path, tokens: int) -> str:
+    """The plain vLLM command that serves verifier and draft as they were measured."""
+    from eagle3.config import profile_values
+    from eagle3.server import server_args
+
+    stage = with_draft_length(stage, tokens)
+    args = server_args("serve", stage, verifier, folder)
+    for flag in ("--served-model-name", "--seed", "--generation-config", "--per-request-spec-decode-metrics"):
+        if flag in args:  # for the pipeline's own use
+            del args[args.index(flag) : args.index(flag) + 2]
+    _, passed = profile_values(os.environ.get("PROFILE") or stage.profile.name)
+    settings = [f"{key}={shlex.quote(v)}" for key, v in passed.items() if key.startswith(("VLLM_", "NCCL_"))]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
+    return " ".join([*settings, shlex.join(command)])
+
+
+def with_draft_length(stage, tokens: int):
+    """The stage with another evaluate.num_speculative_tokens."""
+    evaluate = stage.recipe.evaluate.model_copy(update={"num_speculative_tokens": tokens})
+    return replace(stage, recipe=stage.recipe.model_copy(update={"evaluate": evaluate}))
 
 
 # --- verdict ------------------------------------------------------------------------------------------------

@@ -554,6 +554,8 @@ def test_the_last_lines_tell_the_result_and_how_to_serve_it(world, capsys):
     assert "acceptance length 1.85" in said and "speed-up" in said
     assert str(world.path / "05_export/vllm") in said
     assert "-m vllm.entrypoints.openai.api_server --model" in lines[-1] and '"method": "eagle3"' in lines[-1]
+    assert "--max-model-len 200" in lines[-1] and "--host 127.0.0.1" in lines[-1]
+    assert "served-model-name" not in lines[-1] and '"num_speculative_tokens": 3' in lines[-1]
 
 
 def test_warm_up_and_repeats_reach_both_servers_alike_and_miss_the_prefix_cache(world):
