@@ -70,14 +70,19 @@ def served_name(verifier) -> str:
     return f"verifier-{verifier.fingerprint[:12]}-layers-{layers}"
 
 
+def staging_candidates(run: RunDir) -> list[Path]:
+    """Folders that a server of this run directory may leave states in: in shared memory, or on the run's disk."""
+    key = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
+    return [Path("/dev/shm") / f"eagle3-{os.getuid()}-{key}", run.hidden / ".staging"]
+
+
 def staging_dir(run: RunDir, profile) -> Path:
-    """Where the server leaves states for 03: shared memory if it holds the budget, else the run's disk."""
-    budget = profile.EXTRACT_STAGING_GB * 1e9
-    shm = Path("/dev/shm")
-    if shm.is_dir() and shutil.disk_usage(shm).free > 2 * budget:
-        key = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
-        return shm / f"eagle3-{os.getuid()}-{key}"
-    return run.hidden / ".staging"
+    """Where the server leaves states for 03: shared memory if it holds the budget, else the run's own disk."""
+    shared, disk = staging_candidates(run)
+    roomy = shared.parent.is_dir() and (
+        shutil.disk_usage(shared.parent).free > 2 * profile.EXTRACT_STAGING_GB * 1e9
+    )
+    return shared if roomy else disk
 
 
 def vllm_version() -> tuple[int, int]:
