@@ -6,8 +6,8 @@ Writes  05_export/vllm/{config.json,model.safetensors,README.md}    LlamaForCaus
         05_export/stage.json
 
 Every tensor and key goes through the table in eagle3/flat.py; the files are read back and compared with the
-checkpoint; then vLLM's own draft class, loaded from them in this process, must draft what the trained model drafts
-(eagle3/parity.py). The folders get their names only after that.
+checkpoint; then vLLM's own draft class, loaded from them in this process, must draft what the trained model
+drafts (eagle3/parity.py). The folders get their names only after that.
 
     python 05_convert.py
     python 05_convert.py import DRAFT --out DIR --verifier V    a public draft as a starting checkpoint for 04
@@ -55,13 +55,16 @@ def checkpoint_hash(checkpoint: Path) -> str:
     Raises:
         StageError: there is no whole checkpoint.
     """
-    from eagle3.flat import find_map
+    from eagle3.flat import map_file
 
     if not (checkpoint / "COMPLETE").is_file():
         raise StageError(f"{checkpoint} is no whole checkpoint (no COMPLETE in it): run 04_train.py")
-    weights = checkpoint / "model.safetensors"
+    weights, vocab_map = checkpoint / "model.safetensors", map_file(checkpoint)
+    for path in (weights, vocab_map):
+        if not path.is_file():
+            raise StageError(f"{path} is missing: run 04_train.py")
     meta, config = read_json(checkpoint / "meta.json"), read_json(checkpoint / "config.json")
-    return digest([meta, config, find_map(checkpoint).fingerprint, weights.stat().st_size])
+    return digest([meta, config, file_sha256(vocab_map), weights.stat().st_size])
 
 
 def body(stage: Stage) -> str:
@@ -84,7 +87,7 @@ def body(stage: Stage) -> str:
         record.refuse_other_identity()
         return "done" if record.done() else "todo"
     if old := record.begin(args.force, lambda folder: files_of(folder, "vllm", "sglang", ".*.tmp")):
-        log.info("already converted: %s (%s)", run.export / "vllm", "; ".join(_parity_lines(old["parity"])))
+        log.info("already converted: %s (%s)", run.export / "vllm", _parity_lines(old["parity"])[0])
         return "skipped"
     convert(stage, verifier, checkpoint, record)
     return "done"
@@ -120,9 +123,10 @@ def convert(stage: Stage, verifier: Verifier, checkpoint: Path, record: StageRec
             parity = {"passed": None, "why": "--no-parity"}
             log.warning("parity with vLLM's draft class was not checked (--no-parity)")
         else:
-            from eagle3.parity import gate
+            from eagle3.parity import check_store, gate
 
             parity = gate(folders["vllm"], checkpoint, verifier, stage.run.hidden)
+            parity["store"] = check_store(stage.run.hidden, verifier)
             for line in _parity_lines(parity):
                 log.info("%s", line)
         write_text(folders["vllm"] / "README.md", model_card(stage, draft, checkpoint, parity))
@@ -180,12 +184,13 @@ def model_card(stage: Stage, draft, checkpoint: Path, parity: dict) -> str:
         "",
         f"Recipe `{recipe.name}`, checkpoint `{checkpoint.resolve().name}` (step {meta.get('step', '?')}).",
         "",
-        f"- **Draft**: {draft.num_hidden_layers} Llama layer(s), {draft.num_attention_heads} x {draft.head_dim} heads, "
-        f"{draft.num_key_value_heads} KV heads, {window}, drafts {vocabulary}; flags: {', '.join(flags) or 'none'}.",
+        f"- **Draft**: {draft.num_hidden_layers} Llama layer(s), {draft.num_attention_heads} x "
+        f"{draft.head_dim} heads, {draft.num_key_value_heads} KV heads, {window}, drafts {vocabulary}; "
+        f"flags: {', '.join(flags) or 'none'}.",
         f"- **Reads** the verifier's states after layers {list(draft.layer_ids)} (vLLM's numbering).",
         f"- **Data**: {_counts(data)}.",
-        f"- **Training**: {recipe.train.epochs} epochs, lr {recipe.train.lr:g}, {recipe.train.ttt_steps} TTT steps, "
-        f"head {'trained' if recipe.draft.train_head else 'frozen'}.",
+        f"- **Training**: {recipe.train.epochs} epochs, lr {recipe.train.lr:g}, {recipe.train.ttt_steps} TTT "
+        f"steps, head {'trained' if recipe.draft.train_head else 'frozen'}.",
         f"- **Validation**: {_metrics(train)}. Measured acceptance is in 06_evaluate/report.md of the run.",
         f"- **Parity with vLLM's class**: {'; '.join(_parity_lines(parity))}.",
         "",
@@ -211,10 +216,11 @@ def _metrics(train: dict) -> str:
     if not val.get("conditional_accuracy"):
         return "not recorded"
     accuracy = " / ".join(f"{100 * a:.1f}" for a in val["conditional_accuracy"])
-    return f"conditional accuracy {accuracy} %, expected length {val.get('expected_acceptance_length', float('nan')):.2f}"
+    length = val.get("expected_acceptance_length")
+    return f"conditional accuracy {accuracy} %" + (f", expected length {length:.2f}" if length else "")
 
 
-# --- other people's drafts ------------------------------------------------------------------------------------------
+# --- other people's drafts ----------------------------------------------------------------------------------
 
 
 def foreign_parser(command: str) -> argparse.ArgumentParser:

@@ -1,27 +1,37 @@
-"""What an EAGLE-3 draft is, and how each format spells it: one table for tensors (TENSORS), one for config keys (KEYS).
+"""What an EAGLE-3 draft is and how each format spells it: one table of tensors (TENSORS), one of keys (KEYS).
 
-A format is read into a `Draft` (geometry, flags, layer ids) plus lazily read tensors under speculators' names, and
-written from them. Whatever a source holds must be in the tables, whatever a target needs must be filled from them, and
-nothing may contradict; anything else is a StageError that names it. Formats:
+A format is read into a `Draft` (geometry, flags, layer ids) plus lazily read tensors under speculators'
+names, and written from them. Whatever a source holds must be in the tables, whatever a target needs must be
+filled from them, and nothing may contradict; anything else is a StageError that names it. Formats:
 
-    speculators  nested config, `layers.0.*`                      (04 writes it; 0.3 to 0.9 are read)
-    vllm         flat config, `layers.0.*`, ids in vLLM's numbering at the top level      (written, read)
-    sglang       flat config, `midlayer.*`, ids under `eagle_config`; also EAGLE's and SpecForge's form  (written, read)
+    speculators  nested config, `layers.0.*`                                 04 writes it; 0.3 to 0.9 are read
+    vllm         flat config, `layers.0.*`, layer ids at the top level       written and read
+    sglang       flat config, `midlayer.*`, layer ids under `eagle_config`;  written and read
+                 EAGLE's and SpecForge's form too
 
-Layer ids. vLLM's number k is the residual stream after k decoder layers. SGLang, EAGLE and SpecForge number layers from
-0 and mean the output of that layer, so their 1 is vLLM's 2; SGLang adds 1 only where the first id is 1 (since
-sgl-project/sglang#25454; before that always), so any list that starts with 1 has this meaning and others are vLLM's.
+Layer ids. vLLM's number k is the residual stream after k decoder layers. SGLang, EAGLE and SpecForge count
+layers from 0 and mean the output of that layer, so their 1 is vLLM's 2. SGLang adds 1 only where the first
+id is 1 (since sgl-project/sglang#25454; before that always): a list that starts with 1 has this meaning,
+any other is vLLM's.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.contract import ConfigError, StageError, read_json
+from eagle3.lazy import (
+    CHUNK_BYTES,
+    Lazy,
+    in_memory,
+    open_safetensors,
+    open_tensors,
+    same_values,
+    write_tensors,
+)
 from eagle3.vocab import FILE as MAP_FILE
 from eagle3.vocab import VocabMap, check_map, load_map, save_map
 
@@ -32,10 +42,9 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of the tables: a change makes 05 convert anew
 FORMS = ("vllm", "sglang")
-CHUNK_BYTES = 64_000_000  # tensors are read and written in pieces of at most this
 
 
-# --- the draft, free of any format --------------------------------------------------------------------------------
+# --- the draft, free of any format --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,12 +104,10 @@ class Draft:
             bad.append("norm_before_fc and fc_norm are both true: they exclude each other")
         if not self.layer_ids or sorted(set(self.layer_ids)) != list(self.layer_ids) or self.layer_ids[0] < 1:
             bad.append(
-                f"layer ids {list(self.layer_ids)}: not ascending ids from 1; vLLM captures in ascending order"
+                f"layer ids {list(self.layer_ids)} are not ascending ids from 1, as vLLM captures them"
             )
         if len(self.layer_types) != self.num_hidden_layers:
-            bad.append(
-                f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}"
-            )
+            bad.append(f"layer_types {list(self.layer_types)} for num_hidden_layers {self.num_hidden_layers}")
         if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
             bad.append(f"layer_types has {sorted(unknown)}")
         if ("sliding_attention" in self.layer_types) != (self.sliding_window is not None):
@@ -112,7 +119,7 @@ class Draft:
         return self
 
 
-# --- the table of config keys -----------------------------------------------------------------------------------------
+# --- the table of config keys -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,12 +217,13 @@ KEYS = (
     _field("pad_token_id", "nobody for drafting; the verifier's"),
 )
 
-# Keys of other people's configs that change nothing for a draft, with the values for which that is true (None: any).
+# Keys of other people's configs that change nothing for a draft, with the values that do so (None: any).
 INERT: dict[str, tuple | None] = {
     "_name_or_path": None, "transformers_version": None, "use_cache": None, "initializer_range": None,
     "attention_dropout": None, "chunk_size_feed_forward": None, "id2label": None, "label2id": None,
-    "is_encoder_decoder": (False,), "output_attentions": None, "output_hidden_states": None, "problem_type": None,
-    "return_dict": None, "max_window_layers": None, "use_sliding_window": (False, None), "pretraining_tp": (1, None),
+    "is_encoder_decoder": (False,), "output_attentions": None, "output_hidden_states": None,
+    "problem_type": None, "return_dict": None, "max_window_layers": None, "use_sliding_window": (False, None),
+    "pretraining_tp": (1, None),
     "bias": (False, None), "qkv_bias": (False, None), "logit_scale": (1, None), "is_causal": (True,),
     "quantization_config": (None,), "tie_word_embeddings": (False, None), "dtype": None, "torch_dtype": None,
     "is_decoder": None, "auto_map": None,
@@ -242,7 +250,7 @@ def sglang_refuses(draft: Draft) -> str | None:
     return None
 
 
-# --- the table of tensors -----------------------------------------------------------------------------------------------
+# --- the table of tensors -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -348,103 +356,7 @@ def canonical(name: str, sglang: bool) -> str:
     return name
 
 
-# --- tensors, lazily ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Lazy:
-    """A tensor that is read in row slices; `rows(a, b)` -> [b - a, ...] in the stored dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rows: Callable[[int, int], torch.Tensor]
-
-    def whole(self) -> torch.Tensor:
-        return self.rows(0, self.shape[0])
-
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """The tensor in pieces of at most CHUNK_BYTES."""
-        width = self.dtype.itemsize
-        for n in self.shape[1:]:
-            width *= n
-        step = max(1, CHUNK_BYTES // width)
-        for a in range(0, self.shape[0], step):
-            yield self.rows(a, min(a + step, self.shape[0]))
-
-
-def in_memory(tensor: torch.Tensor) -> Lazy:
-    """A tensor that is here already."""
-    return Lazy(tuple(tensor.shape), tensor.dtype, lambda a, b: tensor[a:b])
-
-
-def open_safetensors(path: Path) -> dict[str, Lazy]:
-    """Tensors of one file by name, read with pread: nothing is mapped, so memory stays at one piece.
-
-    Raises:
-        StageError: not a safetensors file, or shorter than its header says.
-    """
-    import torch
-    from safetensors.torch import _TYPES
-
-    try:
-        with open(path, "rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if length > 100_000_000:
-                raise ValueError("header too large")
-            header = json.loads(f.read(length))
-    except (ValueError, OSError) as err:
-        raise StageError(f"{path} is not a readable safetensors file ({err})") from None
-    header.pop("__metadata__", None)
-    base, size, found = 8 + length, path.stat().st_size, {}
-
-    def reader(start: int, row_bytes: int, tail: list[int], dtype: torch.dtype):
-        def rows(a: int, b: int) -> torch.Tensor:
-            buffer = bytearray((b - a) * row_bytes)
-            with open(path, "rb") as f:
-                f.seek(base + start + a * row_bytes)
-                if f.readinto(buffer) != len(buffer):
-                    raise StageError(f"{path} ends early: it is damaged")
-            return torch.frombuffer(buffer, dtype=dtype).view(b - a, *tail)
-
-        return rows
-
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        if base + end > size:
-            raise StageError(f"{path} is shorter than its header says: it is damaged")
-        shape, dtype = entry["shape"], _TYPES.get(entry["dtype"])
-        if not shape or not shape[0] or dtype is None:
-            raise StageError(
-                f"{path}: tensor {name} of shape {shape} and dtype {entry['dtype']} is no draft's"
-            )
-        row_bytes = (end - start) // shape[0]
-        found[name] = Lazy(tuple(shape), dtype, reader(start, row_bytes, shape[1:], dtype))
-    return found
-
-
-def open_tensors(folder: Path) -> dict[str, Lazy]:
-    """All tensors of a checkpoint folder under their stored names: *.safetensors, else pytorch_model*.bin.
-
-    Raises:
-        StageError: no weights, or one name in two files.
-    """
-    import torch
-
-    files = sorted(folder.glob("*.safetensors"))
-    files = [f for f in files if f.name != MAP_FILE]
-    found: dict[str, Lazy] = {}
-    for path in files or sorted(folder.glob("pytorch_model*.bin")):
-        if path.suffix == ".bin":
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            part = {name: in_memory(t) for name, t in state.items()}
-        else:
-            part = open_safetensors(path)
-        if twice := found.keys() & part.keys():
-            raise StageError(f"{folder}: {sorted(twice)[:3]} are in two files")
-        found |= part
-    if not found:
-        raise StageError(f"{folder} holds neither *.safetensors nor pytorch_model.bin")
-    return found
+# --- tensors, lazily ----------------------------------------------------------------------------------------
 
 
 def verifier_rows(verifier: Verifier, which: str, ids: torch.Tensor | None = None) -> Lazy:
@@ -483,57 +395,7 @@ def stored_dtype(name: str) -> torch.dtype:
     return {"d2t": torch.int64, "t2d": torch.bool}.get(name, torch.bfloat16)
 
 
-def write_tensors(
-    files: list[tuple[Path, Callable[[str], str]]], tensors: dict[str, Lazy], dtypes: dict
-) -> None:
-    """Write the same tensors into several safetensors files, each under its own names, in one pass and piecewise.
-
-    Args:
-        files: (path, name in speculators' spelling -> name in that file).
-        dtypes: name -> dtype to store.
-
-    Raises:
-        StageError: a value is NaN or infinite.
-    """
-    import os
-
-    import torch
-    from safetensors.torch import _TYPES
-
-    codes = {dtype: code for code, dtype in _TYPES.items()}
-    handles = []
-    for path, rename in files:
-        header, offset = {"__metadata__": {"format": "pt"}}, 0
-        for name, lazy in tensors.items():
-            size = dtypes[name].itemsize
-            for n in lazy.shape:
-                size *= n
-            header[rename(name)] = {"dtype": codes[dtypes[name]], "shape": list(lazy.shape),
-                                    "data_offsets": [offset, offset + size]}  # fmt: skip
-            offset += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        handle = open(path, "wb")
-        handle.write(len(text).to_bytes(8, "little") + text)
-        handles.append(handle)
-    try:
-        for name, lazy in tensors.items():
-            for piece in lazy.chunks():
-                piece = piece.to(dtypes[name]).contiguous()
-                if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
-                    raise StageError(f"tensor {name} holds NaN or infinite values: the draft is broken")
-                raw = memoryview(piece.reshape(-1).view(torch.uint8).numpy())
-                for handle in handles:
-                    handle.write(raw)
-        for handle in handles:
-            handle.flush()
-            os.fsync(handle.fileno())
-    finally:
-        for handle in handles:
-            handle.close()
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 def read_rope(config: dict, where: str) -> dict:
@@ -587,16 +449,16 @@ def _account_keys(config: dict, used: set[str], inert: dict[str, tuple | None], 
             bad.append(f"{key}={value!r}")
     if unknown or bad:
         raise StageError(
-            f"{where}: config keys that the table in eagle3/flat.py does not carry: {', '.join(unknown + bad)}; "
+            f"{where}: config keys that eagle3/flat.py does not carry: {', '.join(unknown + bad)}; "
             "remove them if they have no effect on drafting, else the table must learn them"
         )
 
 
 _LLAMA_USED = {
-    "model_type", "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "vocab_size",
-    "max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling", "layer_types", "sliding_window",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "model_type", "architectures", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "attention_bias",
+    "mlp_bias", "vocab_size", "max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling",
+    "layer_types", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
 
 
@@ -665,7 +527,7 @@ def read_speculators(config: dict, where: str) -> Draft:
         raise StageError(f"{where}: head_dim is missing; readers would guess hidden_size / heads")
     if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
         raise StageError(
-            f"{where}: target_hidden_size {config['target_hidden_size']} is not hidden_size {fields['hidden_size']}"
+            f"{where}: target_hidden_size {config['target_hidden_size']}, hidden_size {fields['hidden_size']}"
         )
     return Draft(
         **fields,
@@ -692,7 +554,7 @@ def read_layer_ids(config: dict, num_layers: int, given: list[int] | None, where
         nested = [i + 1 for i in nested]
     if top and nested and list(top) != list(nested):
         raise StageError(
-            f"{where}: eagle_aux_hidden_state_layer_ids {top} and eagle_config's (in vLLM's numbering) {nested} differ"
+            f"{where}: layer ids {top} at the top level and {nested} (in vLLM's numbering) in eagle_config"
         )
     found = top or nested
     if given and found and list(given) != list(found):
@@ -738,7 +600,7 @@ def read_flat(
     ids = read_layer_ids(config, verifier.num_layers, given, where)
     if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
         raise StageError(
-            f"{where}: target_hidden_size {config['target_hidden_size']} is not hidden_size {fields['hidden_size']}"
+            f"{where}: target_hidden_size {config['target_hidden_size']}, hidden_size {fields['hidden_size']}"
         )
     if config.get("num_aux_hidden_states") not in (None, len(ids)):
         raise StageError(
@@ -770,7 +632,7 @@ def fit_verifier(draft: Draft, verifier: Verifier, where: str) -> Draft:
     return replace(draft, max_position_embeddings=verifier.value("max_position_embeddings"), **tokens)
 
 
-# --- accounting -------------------------------------------------------------------------------------------------------------
+# --- accounting ---------------------------------------------------------------------------------------------
 
 
 def account_shapes(tensors: dict[str, Lazy], draft: Draft, optional: set[str], where: str) -> None:
@@ -801,8 +663,8 @@ def account_shapes(tensors: dict[str, Lazy], draft: Draft, optional: set[str], w
         hints.append("a vocabulary map beside a full draft vocabulary")
     if draft.reduced and any(n in MAPS for n in missing):
         hints.append(
-            f"draft_vocab_size {draft.draft_vocab_size} of {draft.vocab_size} without its table: readers would take "
-            "the first ids"
+            f"draft_vocab_size {draft.draft_vocab_size} of {draft.vocab_size} without its table: readers "
+            "would take the first ids"
         )
     if left or missing or shapes:
         parts = [f"unmapped {left}"] * bool(left) + [f"unfilled {missing}"] * bool(missing) + shapes + hints
@@ -855,13 +717,18 @@ def account_folder(folder: Path, draft: Draft, form: str, tensors: dict[str, Laz
         check_map(stored["d2t"].whole(), stored["t2d"].whole(), str(folder))
 
 
-# --- checkpoints of 04, and drafts that become one -------------------------------------------------------------------------
+# --- checkpoints of 04, and drafts that become one ----------------------------------------------------------
+
+
+def map_file(checkpoint: Path) -> Path:
+    """Where a checkpoint's vocabulary map lies: in its folder (imported drafts) or beside it (04_train)."""
+    inside = checkpoint / MAP_FILE
+    return inside if inside.is_file() else checkpoint.resolve().parent / MAP_FILE
 
 
 def find_map(checkpoint: Path) -> VocabMap:
-    """The vocabulary map of a checkpoint: in its folder (imported drafts) or beside it (04_train)."""
-    inside = checkpoint / MAP_FILE
-    return load_map(inside if inside.is_file() else checkpoint.resolve().parent / MAP_FILE)
+    """The vocabulary map of a checkpoint, checked."""
+    return load_map(map_file(checkpoint))
 
 
 def open_checkpoint(folder: Path, verifier: Verifier) -> tuple[Draft, dict[str, Lazy]]:
@@ -895,24 +762,10 @@ def open_checkpoint(folder: Path, verifier: Verifier) -> tuple[Draft, dict[str, 
     return draft, {n: tensors[n] for n in wanted_tensors(draft, EMBEDDING in tensors)}
 
 
-def same_values(a: Lazy, b: Lazy) -> bool:
-    """Whether two tensors are equal in bf16, compared piecewise."""
-    import torch
-
-    if a.shape != b.shape:
-        return False
-    at = 0
-    for piece in a.chunks():
-        if not torch.equal(piece.to(torch.bfloat16), b.rows(at, at + len(piece)).to(torch.bfloat16)):
-            return False
-        at += len(piece)
-    return True
-
-
 def open_foreign(
     folder: Path, verifier: Verifier, given: list[int] | None
 ) -> tuple[Draft, dict[str, Lazy], str]:
-    """A draft in any format this module knows: geometry, tensors under speculators' names, name of the format.
+    """A draft in any format known here: geometry, tensors under speculators' names, name of the format.
 
     The embedding stays only if it differs from the verifier's; lm_head may be missing for a full vocabulary.
 
@@ -989,9 +842,9 @@ def speculators_config(draft: Draft, verifier: Verifier):
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
-    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "vocab_size",
-            "max_position_embeddings")  # fmt: skip
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias",
+            "vocab_size", "max_position_embeddings")  # fmt: skip
     window = {"layer_types": list(draft.layer_types), "sliding_window": draft.sliding_window}
     layer = LlamaConfig(
         **{k: getattr(draft, k) for k in same},
@@ -1077,7 +930,7 @@ def import_draft(folder: Path, out: Path, verifier: Verifier, given: list[int] |
     return meta
 
 
-# --- export -------------------------------------------------------------------------------------------------------------------
+# --- export -------------------------------------------------------------------------------------------------
 
 
 def export_tensors(

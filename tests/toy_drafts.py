@@ -22,10 +22,20 @@ def toy_draft(verifier, **changes):
 
     32 is the smallest head that vLLM's CPU attention has.
     """
+    sizes = {
+        "hidden_size": verifier.hidden_size,
+        "vocab_size": verifier.vocab_size,
+        "max_position_embeddings": verifier.value("max_position_embeddings"),
+    }
+    return bare_draft(**{**sizes, **changes})
+
+
+def bare_draft(**changes):
+    """A Draft for no verifier in particular."""
     from eagle3.flat import Draft
 
     values = {
-        "hidden_size": verifier.hidden_size,
+        "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
@@ -35,9 +45,9 @@ def toy_draft(verifier, **changes):
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "vocab_size": verifier.vocab_size,
+        "vocab_size": 64,
         "draft_vocab_size": 16,
-        "max_position_embeddings": verifier.value("max_position_embeddings"),
+        "max_position_embeddings": 8192,
         "rope": {"rope_type": "default", "rope_theta": 10000.0},
         "layer_types": ("full_attention",),
         "sliding_window": None,
@@ -52,7 +62,7 @@ def toy_draft(verifier, **changes):
 
 
 def toy_checkpoint(folder: Path, verifier, draft, seed: int = 0, train_head: bool = False) -> Path:
-    """Write a random draft as 04 writes a checkpoint: every gain and weight random, so that nothing is neutral."""
+    """Write a random draft as 04 writes a checkpoint; gains are random too, so that none is neutral."""
     import torch
     from safetensors.torch import save_file
 
@@ -88,11 +98,12 @@ def open_toy(path: Path, layers=(2, 4, 5)):
 
     from eagle3.verifier import Verifier
 
-    return Verifier(path, json.loads((path / "config.json").read_text()), list(layers), trust_remote_code=True)
+    config = json.loads((path / "config.json").read_text())
+    return Verifier(path, config, list(layers), trust_remote_code=True)
 
 
 def exported(tmp: Path, verifier, draft, with_embeddings: bool = False, **checkpoint):
-    """A toy checkpoint and its export: (checkpoint folder, {"vllm": folder, "sglang": folder}, draft, tensors)."""
+    """A toy checkpoint and its export: (checkpoint, {"vllm": folder, "sglang": folder}, draft, tensors)."""
     from eagle3 import flat
 
     verifier.layers = list(draft.layer_ids)

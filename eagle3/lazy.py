@@ -1,0 +1,176 @@
+"""Tensors of checkpoints, read and written piecewise: a draft of any size converts in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.contract import StageError
+from eagle3.vocab import FILE as MAP_FILE
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BYTES = 64_000_000  # tensors are read and written in pieces of at most this
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read in row slices; `rows(a, b)` -> [b - a, ...] in the stored dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[int, int], torch.Tensor]
+
+    def whole(self) -> torch.Tensor:
+        return self.rows(0, self.shape[0])
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """The tensor in pieces of at most CHUNK_BYTES."""
+        width = self.dtype.itemsize
+        for n in self.shape[1:]:
+            width *= n
+        step = max(1, CHUNK_BYTES // width)
+        for a in range(0, self.shape[0], step):
+            yield self.rows(a, min(a + step, self.shape[0]))
+
+
+def in_memory(tensor: torch.Tensor) -> Lazy:
+    """A tensor that is here already."""
+    return Lazy(tuple(tensor.shape), tensor.dtype, lambda a, b: tensor[a:b])
+
+
+def open_safetensors(path: Path) -> dict[str, Lazy]:
+    """Tensors of one file by name, read with pread: nothing is mapped, so memory stays at one piece.
+
+    Raises:
+        StageError: not a safetensors file, or shorter than its header says.
+    """
+    import torch
+    from safetensors.torch import _TYPES
+
+    try:
+        with open(path, "rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if length > 100_000_000:
+                raise ValueError("header too large")
+            header = json.loads(f.read(length))
+    except (ValueError, OSError) as err:
+        raise StageError(f"{path} is not a readable safetensors file ({err})") from None
+    header.pop("__metadata__", None)
+    base, size, found = 8 + length, path.stat().st_size, {}
+
+    def reader(start: int, row_bytes: int, tail: list[int], dtype: torch.dtype):
+        def rows(a: int, b: int) -> torch.Tensor:
+            buffer = bytearray((b - a) * row_bytes)
+            with open(path, "rb") as f:
+                f.seek(base + start + a * row_bytes)
+                if f.readinto(buffer) != len(buffer):
+                    raise StageError(f"{path} ends early: it is damaged")
+            return torch.frombuffer(buffer, dtype=dtype).view(b - a, *tail)
+
+        return rows
+
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        if base + end > size:
+            raise StageError(f"{path} is shorter than its header says: it is damaged")
+        shape, dtype = entry["shape"], _TYPES.get(entry["dtype"])
+        if not shape or not shape[0] or dtype is None:
+            raise StageError(
+                f"{path}: tensor {name} of shape {shape} and dtype {entry['dtype']} is no draft's"
+            )
+        row_bytes = (end - start) // shape[0]
+        found[name] = Lazy(tuple(shape), dtype, reader(start, row_bytes, shape[1:], dtype))
+    return found
+
+
+def open_tensors(folder: Path) -> dict[str, Lazy]:
+    """All tensors of a checkpoint folder under their stored names: *.safetensors, else pytorch_model*.bin.
+
+    Raises:
+        StageError: no weights, or one name in two files.
+    """
+    import torch
+
+    files = sorted(folder.glob("*.safetensors"))
+    files = [f for f in files if f.name != MAP_FILE]
+    found: dict[str, Lazy] = {}
+    for path in files or sorted(folder.glob("pytorch_model*.bin")):
+        if path.suffix == ".bin":
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            part = {name: in_memory(t) for name, t in state.items()}
+        else:
+            part = open_safetensors(path)
+        if twice := found.keys() & part.keys():
+            raise StageError(f"{folder}: {sorted(twice)[:3]} are in two files")
+        found |= part
+    if not found:
+        raise StageError(f"{folder} holds neither *.safetensors nor pytorch_model.bin")
+    return found
+
+
+def write_tensors(
+    files: list[tuple[Path, Callable[[str], str]]], tensors: dict[str, Lazy], dtypes: dict
+) -> None:
+    """Write the same tensors into several safetensors files, each under its own names, in one pass.
+
+    Args:
+        files: (path, name in speculators' spelling -> name in that file).
+        dtypes: name -> dtype to store.
+
+    Raises:
+        StageError: a value is NaN or infinite.
+    """
+    import torch
+    from safetensors.torch import _TYPES
+
+    codes = {dtype: code for code, dtype in _TYPES.items()}
+    handles = []
+    for path, rename in files:
+        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        for name, lazy in tensors.items():
+            size = dtypes[name].itemsize
+            for n in lazy.shape:
+                size *= n
+            header[rename(name)] = {"dtype": codes[dtypes[name]], "shape": list(lazy.shape),
+                                    "data_offsets": [offset, offset + size]}  # fmt: skip
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        handle = open(path, "wb")
+        handle.write(len(text).to_bytes(8, "little") + text)
+        handles.append(handle)
+    try:
+        for name, lazy in tensors.items():
+            for piece in lazy.chunks():
+                piece = piece.to(dtypes[name]).contiguous()
+                if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
+                    raise StageError(f"tensor {name} holds NaN or infinite values: the draft is broken")
+                raw = memoryview(piece.reshape(-1).view(torch.uint8).numpy())
+                for handle in handles:
+                    handle.write(raw)
+        for handle in handles:
+            handle.flush()
+            os.fsync(handle.fileno())
+    finally:
+        for handle in handles:
+            handle.close()
+
+
+def same_values(a: Lazy, b: Lazy) -> bool:
+    """Whether two tensors are equal in bf16, compared piecewise."""
+    import torch
+
+    if a.shape != b.shape:
+        return False
+    at = 0
+    for piece in a.chunks():
+        if not torch.equal(piece.to(torch.bfloat16), b.rows(at, at + len(piece)).to(torch.bfloat16)):
+            return False
+        at += len(piece)
+    return True
