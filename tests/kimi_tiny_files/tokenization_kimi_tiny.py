@@ -1,8 +1,8 @@
 """Slow byte-level tokenizer over tiktoken ranks, in the manner of Kimi's own: code in the model folder only.
 
 transformers knows no class of this name, so AutoTokenizer has to run this file. The ranks are not in a file
-called tiktoken.model, as Kimi's are: transformers 5 finds that one without trust_remote_code and makes a tokenizer
-of its own from it, without a word, so a path that forgets the flag would go unnoticed.
+called tiktoken.model, as Kimi's are: transformers 5 finds that one without trust_remote_code and makes a
+tokenizer of its own from it, without a word, so a path that forgets the flag would go unnoticed.
 """
 
 import base64
