@@ -240,19 +240,25 @@ def test_no_network_is_one_line(root, wheels):
     assert "no network" not in line and "datasets==5.2.0" in line
 
 
-def test_cuda_torch_on_a_cpu_machine_is_refused_and_replaced(root, wheels, tmp_path):
+def test_cuda_torch_offered_to_a_cpu_machine_is_refused(root, wheels, tmp_path):
     shutil.rmtree(next(setup.site_packages(root / ".venv").glob("torch-*.dist-info")))
     (root / ".venv" / "setup.json").unlink()
-    pypi = tmp_path / "pypi"
-    shutil.copytree(wheels, pypi)
+    pypi = shutil.copytree(wheels, tmp_path / "pypi")
     next(pypi.glob("torch-*")).unlink()
     make_torch(pypi, "2.13.0", "13.0")
     line = one_line(run(root, pypi))
     assert "torch 2.13.0" in line and "PIP_EXTRA_INDEX_URL" in line
-    assert "PIP_EXTRA_INDEX_URL" in one_line(run(root, pypi, "--check"))
+    assert not setup.read_stamp(root / ".venv")["locks"]["cpu"].get("sha256")
+
+
+def test_cuda_torch_in_the_venv_of_a_cpu_machine_is_replaced(root, wheels):
+    build = setup.site_packages(root / ".venv") / "torch" / "version.py"
+    build.write_text("cuda: str = '13.0'\n")
+    assert "PIP_EXTRA_INDEX_URL" in one_line(run(root, wheels, "--check"))
+    (root / ".venv" / "setup.json").unlink()
     result = run(root, wheels)
     assert result.returncode == 0, result.stderr
-    assert "wrong build" in result.stdout and versions(root)["torch"] == "2.13.0+cpu"
+    assert "wrong build" in result.stdout and "None" in build.read_text()
 
 
 @pytest.mark.parametrize(
