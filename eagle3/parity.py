@@ -448,7 +448,7 @@ def gate(
 def _run(folder: Path, model, verifier: Verifier, requests: list[Request], dtypes: tuple[str, ...]) -> dict:
     import torch
 
-    from eagle3.vllm_draft import Served, engine_config, runner_layer_ids, version, vllm_process
+    from eagle3.vllm_draft import Served, engine_config, failures, runner_layer_ids, version, vllm_process
 
     window = model.sliding_window if model.sliding_window_indices else None
     layers, reference = list(model.config.eagle_aux_hidden_state_layer_ids), Reference(model)
@@ -474,7 +474,9 @@ def _run(folder: Path, model, verifier: Verifier, requests: list[Request], dtype
             config = engine_config(folder, verifier, dtype, STEPS)
             if (read := runner_layer_ids(config)) != layers:
                 raise StageError(f"vLLM would capture layers {read} for {folder}, trained on {layers}")
-            served = Served(config, verifier, process, len(requests), slots)
+            with failures(folder):
+                served = Served(config, verifier, process, len(requests), slots)
+                logits = served.draft(requests, chain)
             rope_off, bound, far_bound = 0.0, BOUNDS["fp32"], BOUNDS["fp32_far"]
             if dtype == "float32":
                 rope_off = rope_tables(served, reference, verifier.value("max_position_embeddings"))
@@ -486,7 +488,7 @@ def _run(folder: Path, model, verifier: Verifier, requests: list[Request], dtype
                 report["reference_in_bf16"] = spread(own, exact, ids, requests)
                 bound = BOUNDS["bf16_times_reference"] * report["reference_in_bf16"]["error"]
                 bound = far_bound = bound + BOUNDS["bf16_floor"]
-            rows = compare(exact, served.draft(requests, chain), ids, requests)
+            rows = compare(exact, logits, ids, requests)
             report[dtype] = _judge(rows, bound, far_bound, window, rope_off > 1e-2, f"{folder} in {dtype}")
             del served
     return report

@@ -104,6 +104,23 @@ def runner_layer_ids(config) -> list[int]:
     return list(found[0])
 
 
+@contextlib.contextmanager
+def failures(folder: Path):
+    """What goes wrong inside vLLM's draft class, as an error of the folder it was loaded from."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as err:
+        raise StageError(f"vLLM's draft class fails on {folder}: {type(err).__name__}: {_line(err)}") from err
+
+
 def version() -> str:
     """vLLM's version."""
     import vllm
@@ -119,7 +136,7 @@ class Served:
         count: requests it gets at once. slots: the most slots of one of them, later draft steps included.
 
     Raises:
-        StageError: vLLM leaves a parameter unfilled, or can't load the draft at all.
+        StageError: vLLM leaves a parameter unfilled.
     """
 
     def __init__(self, config, verifier: Verifier, process, count: int, slots: int):
@@ -154,10 +171,7 @@ class Served:
 
         loader.load_weights = poisoned
         draft = config.speculative_config.draft_model_config
-        try:
-            return loader.load_model(vllm_config=config, model_config=draft)
-        except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError) as err:
-            raise StageError(f"vLLM's draft class can't load {draft.model}: {_line(err)}") from err
+        return loader.load_model(vllm_config=config, model_config=draft)
 
     def _share(self, verifier: Verifier) -> None:
         """Give it the verifier's embedding and head by the rules of vLLM's proposer."""
