@@ -237,8 +237,30 @@ class _Files:
                 os.close(self._open.pop(path)[0])
 
 
+def read_header_of(path: Path) -> dict[str, tuple]:
+    """Header of any safetensors file: name -> (dtype, shape, first byte in the file, bytes); "" is its metadata.
+
+    Raises:
+        ValueError: not a whole safetensors file.
+    """
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        length = int.from_bytes(f.read(8), "little")
+        if size < 10 or not 2 <= length <= min(size - 8, 100_000_000):
+            raise ValueError(f"{size} bytes, no safetensors header")
+        header = json.loads(f.read(length))
+    found, end = {"": header.pop("__metadata__", {})}, 8 + length
+    for name, entry in header.items():
+        begin, stop = entry["data_offsets"]
+        found[name] = (entry["dtype"], entry["shape"], 8 + length + begin, stop - begin)
+        end = max(end, 8 + length + stop)
+    if end != size:
+        raise ValueError(f"{size} bytes, its header says {end}")
+    return found
+
+
 def read_header(path: Path) -> dict:
-    """Parsed safetensors header of a shard, checked against the file's size.
+    """Parsed header of a shard, checked against the file's size.
 
     Returns:
         {"metadata": {...}, "tensors": {name: (dtype, shape, first byte in the file, bytes)}}
@@ -247,22 +269,10 @@ def read_header(path: Path) -> dict:
         StageError: naming the file and what is wrong with it.
     """
     try:
-        with open(path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            length = int.from_bytes(f.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, 100_000_000):
-                raise ValueError(f"{size} bytes, no safetensors header")
-            header = json.loads(f.read(length))
-        metadata = header.pop("__metadata__", {})
+        tensors = read_header_of(path)
+        metadata = tensors.pop("")
         if metadata.get("format") != FORMAT:
             raise ValueError(f"format {metadata.get('format')!r}, not {FORMAT!r}")
-        tensors, end = {}, 8 + length
-        for name, entry in header.items():
-            begin, stop = entry["data_offsets"]
-            tensors[name] = (entry["dtype"], entry["shape"], 8 + length + begin, stop - begin)
-            end = max(end, 8 + length + stop)
-        if end != size:
-            raise ValueError(f"{size} bytes, its header says {end}")
     except FileNotFoundError:
         raise StageError(f"{path} is missing; {REPAIR_HINT}") from None
     except (ValueError, KeyError, TypeError) as err:
@@ -754,11 +764,15 @@ class StoreWriter:
         with self._lock:
             self._dropped.append(entry)
 
-    def seal(self) -> None:
-        """Seal the open shard (when its last sample is settled) and wait until every shard is on disk."""
+    def next_shard(self) -> None:
+        """Let later samples begin another shard."""
         with self._lock:
             if self._open:
                 self._close_open()
+
+    def seal(self) -> None:
+        """Seal the open shard (when its last sample is settled) and wait until every shard is on disk."""
+        self.next_shard()
         for future in list(self._sealing):
             future.result()
         self._sealing.clear()

@@ -1,0 +1,780 @@
+"""The client side of extraction: ask the verifier for answers and states, check them, hand them to the store.
+
+A row without an answer is one completion request that generates it and leaves the states of prompt and answer in
+the staging folder; a row that brought its answer is prefilled. Either way T = len(ids) - 1 states come back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from eagle3.contract import StageError
+from eagle3.store import CHUNK_BYTES, StoreWriter, disk_full, input_digest, pread_into, read_header_of
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("eagle3")
+
+# Seconds the server may take to write the states of an answered request.
+LOCK_TIMEOUT = 120.0
+# Tries of one request in the face of transient faults; the waits grow from 0.5 to 20 s.
+ATTEMPTS = 6
+# Failures without a success between them that stop the run: the fault is not the rows'.
+FAILURE_STREAK = 25
+# Alternatives per position that a proof row asks for; vLLM allows 20 at most.
+TOP_LOGPROBS = 8
+# The server holds the logits of all prompt positions of a step at once: longer rows prove their last state only.
+LONGEST_PROMPT_LOGPROBS = 2048
+
+
+class RowFailed(Exception):
+    """This row can't be had; the run goes on. `reason` is counted, `detail` is for the reader."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+class RowDropped(RowFailed):
+    """This row is left out by a rule of the recipe: noted, never redone."""
+
+
+class Transient(Exception):
+    """Worth another try."""
+
+
+class Stopped(Exception):
+    """The run is ending; drop what is in hand."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One supervised turn; `input` is the digest of what it asked for."""
+
+    id: str
+    split: str
+    domain: str
+    source: str
+    prompt_ids: list[int]
+    response_ids: list[int] | None
+    input: str
+    history: dict | None = None
+    finish: str = ""  # how a given answer ended, if a first pass of two made it
+
+
+def row_of(record: dict, split: str) -> Row:
+    """A line of 01 as a Row."""
+    response, history = record["response_ids"], record.get("history")
+    digest = input_digest(record["prompt_ids"], response)
+    if history:
+        text = json.dumps(history, sort_keys=True, ensure_ascii=False)
+        digest = xxhash.xxh3_128(f"{digest}|{text}".encode()).hexdigest()
+    return Row(
+        record["id"],
+        split,
+        record["domain"],
+        record["source"],
+        record["prompt_ids"],
+        response,
+        digest,
+        history,
+    )
+
+
+def row_seed(seed: int, row_id: str, turn: int = 0) -> int:
+    """Sampling seed of one generation: a function of run seed, row id and turn, of nothing else."""
+    return xxhash.xxh3_64(f"{seed}|{row_id}|{turn}".encode()).intdigest() & 0x7FFF_FFFF
+
+
+def is_looping(token_ids: list[int]) -> bool:
+    """Whether an answer ends in a loop.
+
+    Two signs: the tail repeats a block of at most 32 tokens to its end (4 times, or 3 times if the block has 8 or
+    more tokens, and over 24 tokens in all); or, for loops with a counter or longer blocks, the last 96 tokens hold
+    less than half as many different 4-grams as 4-grams. The closing token, if there is one, is not looked at.
+    """
+    ids = np.asarray(token_ids)
+    return _tail_repeats(ids) or _tail_repeats(ids[:-1]) or _few_ngrams(ids[:-1])
+
+
+def _tail_repeats(ids: np.ndarray) -> bool:
+    for period in range(1, min(32, len(ids) // 3) + 1):
+        differs = np.flatnonzero(ids[period:] != ids[:-period])
+        same = len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)
+        covered = same + period
+        if covered >= max(24, period * (3 if period >= 8 else 4)):
+            return True
+    return False
+
+
+def _few_ngrams(ids: np.ndarray, window: int = 96, n: int = 4) -> bool:
+    tail = ids[-window:]
+    if len(tail) < window:
+        return False
+    grams = np.lib.stride_tricks.sliding_window_view(tail, n)
+    return len(np.unique(grams, axis=0)) < 0.5 * len(grams)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------
+
+
+class LayerRange:
+    """Typical size of a layer's states over the rows accepted so far; thread-safe."""
+
+    # A row whose median norm is 10 times smaller or larger than the others' is no state of this layer.
+    FACTOR, SETTLED = 10.0, 16
+
+    def __init__(self, layers: list[int]):
+        self.layers, self._lock = layers, threading.Lock()
+        self._logs = np.zeros(len(layers))
+        self._rows = 0
+        self.low, self.high = np.full(len(layers), np.inf), np.zeros(len(layers))
+
+    def check(self, medians: np.ndarray) -> None:
+        """Raises RowFailed if a layer's median norm (one value per layer) is far from the other rows'."""
+        with self._lock:
+            logs = np.log(medians)
+            if self._rows >= self.SETTLED:
+                off = np.abs(logs - self._logs / self._rows)
+                if off.max() > np.log(self.FACTOR):
+                    k = int(off.argmax())
+                    usual = np.exp(self._logs[k] / self._rows)
+                    detail = f"layer {self.layers[k]}: median norm {medians[k]:.4g}, other rows {usual:.4g}"
+                    raise RowFailed("norm_range", detail)
+            self._logs += logs
+            self._rows += 1
+            self.low, self.high = np.minimum(self.low, medians), np.maximum(self.high, medians)
+
+    def report(self) -> dict:
+        """Layer id -> [lowest, highest] median norm of a row."""
+        return {
+            str(k): [float(f"{a:.4g}"), float(f"{b:.4g}")]
+            for k, a, b in zip(self.layers, self.low, self.high)
+            if self._rows
+        }
+
+
+class StateCheck:
+    """Looks at the states of one row chunk by chunk: finite, not zero, not constant, layers and tokens distinct."""
+
+    def __init__(self, layers: list[int], token_ids: np.ndarray):
+        self.layers, self.ids = layers, token_ids
+        self.norms: list[np.ndarray] = []
+        self._first: torch.Tensor | None = None
+        self._twins = np.ones((len(layers), len(layers)), dtype=bool)
+        self._still = np.ones(len(layers), dtype=bool)
+
+    def add(self, x: torch.Tensor) -> None:
+        """Check a chunk bf16 [t, A + 1, H]; raises RowFailed."""
+        import torch
+
+        done = sum(map(len, self.norms))
+        squares = (x * x).sum(-1, dtype=torch.float32)
+        if not torch.isfinite(squares).all():
+            t, k = (int(i) for i in (~torch.isfinite(squares)).nonzero()[0])
+            raise RowFailed("not_finite", f"layer {self.layers[k]}, position {done + t}")
+        # A constant row has H * x0^2 as its square; only rows that come near it are looked at closely.
+        flat = (squares - x[..., 0].float() ** 2 * x.shape[-1]).abs() <= 0.02 * squares
+        for t, k in flat.nonzero().tolist():
+            if (x[t, k] == x[t, k, 0]).all():
+                what = "zeros" if x[t, k, 0] == 0 else "constant"
+                raise RowFailed(what, f"layer {self.layers[k]}, position {done + t}")
+        self.norms.append(squares.sqrt().numpy())
+        if self._first is None:
+            self._first = x[0].clone()
+        probe = [x[0], x[len(x) // 2], x[-1]]
+        for i in range(len(self.layers)):
+            for j in range(i):
+                if self._twins[i, j]:
+                    self._twins[i, j] = all(torch.equal(p[i], p[j]) for p in probe)
+            if self._still[i]:
+                self._still[i] = all(torch.equal(p[i], self._first[i]) for p in probe)
+
+    def finish(self) -> np.ndarray:
+        """Last checks over the whole row; returns the median norm per layer."""
+        for i, j in zip(*np.nonzero(np.tril(self._twins, -1))):
+            raise RowFailed("same_layers", f"layers {self.layers[j]} and {self.layers[i]} are identical")
+        if len(self.ids) > 2 and len(set(self.ids.tolist())) > 1 and self._still.any():
+            k = self.layers[int(self._still.argmax())]
+            raise RowFailed("same_states", f"layer {k} has the same state at every position")
+        return np.median(np.concatenate(self.norms), axis=0)
+
+
+# --- staged files ----------------------------------------------------------------------------------------------
+
+
+class Staged:
+    """States that the server left in the staging folder; removed on exit, whatever happened.
+
+    Args:
+        path: as the server reported it.
+        roots: folders that may hold it.
+
+    Raises:
+        RowFailed: a path outside of the staging folders (nothing is read or deleted then).
+    """
+
+    def __init__(self, path: str, roots: Iterable[Path]):
+        self.path = Path(path)
+        if self.path.resolve().parent not in [r.resolve() for r in roots]:
+            raise RowFailed("foreign_path", f"the server reports {path}, outside of its staging folder")
+        self.lock = Path(f"{path}.lock")
+
+    def __enter__(self) -> Staged:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        for path in (self.path, self.lock):
+            path.unlink(missing_ok=True)
+
+    def wait(self, timeout: float, stop: threading.Event) -> None:
+        """Wait until the server has finished writing: it holds a flock meanwhile, a dead server's lock is free.
+
+        Raises:
+            RowFailed: the lock is still held after `timeout` seconds.
+            Transient: no lock and no file: the write failed in the server.
+        """
+        deadline, pause = time.monotonic() + timeout, 0.002
+        while not self._unlocked():
+            if stop.is_set():
+                raise Stopped
+            if time.monotonic() > deadline:
+                raise RowFailed("lock_timeout", f"{self.lock} is still held after {timeout:.0f} s")
+            time.sleep(pause)
+            pause = min(0.1, pause * 1.5)
+        if not self.path.exists():
+            raise Transient(f"{self.path.name} was not written by the server")
+
+    def _unlocked(self) -> bool:
+        try:
+            fd = os.open(self.lock, os.O_RDONLY)
+        except FileNotFoundError:
+            return self.path.exists()
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+
+    def open(self) -> dict[str, tuple]:
+        """Header of the staged file, as store.read_header_of.
+
+        Raises:
+            Transient: the file is not whole (a write that failed half-way).
+        """
+        try:
+            return read_header_of(self.path)
+        except ValueError as err:
+            raise Transient(f"{self.path.name}: {err}") from None
+
+
+def chunks_of(path: Path, begin: int, shape: list[int], count: int) -> Iterator[torch.Tensor]:
+    """bf16 [t, L, H] chunks of the first `count` states of a staged tensor; the buffer is reused."""
+    import torch
+
+    width = shape[1] * shape[2] * 2
+    step = max(1, CHUNK_BYTES // width)
+    buffer = torch.empty(min(step, count) * width, dtype=torch.uint8)
+    view = memoryview(buffer.numpy())
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for at in range(0, count, step):
+            size = min(step, count - at) * width
+            pread_into(fd, view[:size], begin + at * width, path)
+            yield buffer[:size].view(torch.bfloat16).view(-1, shape[1], shape[2])
+    finally:
+        os.close(fd)
+
+
+def empty_staging(roots: Iterable[Path]) -> int:
+    """Delete states and locks that nobody will fetch any more; returns how many files there were."""
+    found = [
+        p for r in roots if r.is_dir() for p in r.iterdir() if p.name.endswith((".safetensors", ".lock"))
+    ]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+# --- requests --------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Bounds requests in flight and bytes between server and shard; adapts the former to what the server takes."""
+
+    def __init__(self, requests: int, budget: int, stop: threading.Event):
+        self.most, self.limit, self.budget = requests, float(requests), budget
+        self.requests = self.bytes = 0
+        self._stop, self._changed = stop, threading.Condition()
+
+    def enter(self, size: int) -> None:
+        """Wait for a place for a request whose states will take `size` bytes; one alone always fits."""
+        with self._changed:
+            while self.requests >= int(self.limit) or (self.bytes and self.bytes + size > self.budget):
+                if self._stop.is_set():
+                    raise Stopped
+                self._changed.wait(0.2)
+            self.requests += 1
+            self.bytes += size
+
+    def answered(self, ok: bool) -> None:
+        """The request is over; a refused one (overload) lowers the limit by a third, 50 good ones add one."""
+        with self._changed:
+            self.requests -= 1
+            self.limit = min(self.most, self.limit + 0.02) if ok else max(1.0, self.limit * 2 / 3)
+            self._changed.notify_all()
+
+    def freed(self, size: int) -> None:
+        """The staged bytes of a request are gone."""
+        with self._changed:
+            self.bytes -= size
+            self._changed.notify_all()
+
+
+class Client:
+    """Completion requests to one or more equal servers.
+
+    Args:
+        urls: endpoints; a dead one is left out, the last dead one ends the run.
+        model: served model id.
+        stop: ends waits.
+        obituary: text about a dead server (its last log lines), if known.
+    """
+
+    def __init__(
+        self, urls: list[str], model: str, stop: threading.Event, obituary: Callable[[], str] = lambda: ""
+    ):
+        self.urls, self.model, self.stop, self.obituary = list(urls), model, stop, obituary
+        self.timeout = 900.0
+        self.retries = 0
+        self._lock, self._load = threading.Lock(), dict.fromkeys(urls, 0)
+        self._local = threading.local()
+
+    def complete(self, overload: Callable[[], None] = lambda: None, **body) -> dict:
+        """POST /v1/completions, with growing waits after transient faults.
+
+        Args:
+            overload: called when the server says that it has too much to do.
+
+        Raises:
+            RowFailed: refused for good (HTTP 4xx), or no answer after the last try.
+            StageError: no server is left.
+            Stopped: the run ends.
+        """
+        import tenacity
+
+        def pause(seconds: float) -> None:
+            if self.stop.wait(seconds):
+                raise Stopped
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(Transient),
+            wait=tenacity.wait_exponential_jitter(initial=0.5, max=20),
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            sleep=pause,
+            reraise=True,
+        )
+        try:
+            return retrying(self._once, overload, {"model": self.model, **body})
+        except Transient as err:
+            raise RowFailed("no_answer", f"{err} ({ATTEMPTS} tries)") from None
+
+    def _once(self, overload: Callable[[], None], body: dict) -> dict:
+        import requests
+
+        if self.stop.is_set():
+            raise Stopped
+        with self._lock:
+            url = min(self._load, key=self._load.get, default=None)
+            if url is None:
+                raise StageError(self._gone())
+            self._load[url] += 1
+        try:
+            session = getattr(self._local, "session", None)
+            if session is None:
+                session = self._local.session = requests.Session()
+                session.trust_env = False
+            reply = session.post(f"{url}/v1/completions", json=body, timeout=(10, self.timeout))
+        except requests.RequestException as err:
+            self.retries += 1
+            if not self.stop.is_set() and not self._alive(url):
+                self._bury(url)
+            raise Transient(f"{url}: {type(err).__name__}") from None
+        finally:
+            with self._lock:
+                if url in self._load:
+                    self._load[url] -= 1
+        if reply.status_code == 200:
+            try:
+                return reply.json()
+            except ValueError:
+                raise Transient(f"{url}: answer is not JSON") from None
+        if reply.status_code in (408, 425, 429) or reply.status_code >= 500:
+            self.retries += 1
+            if reply.status_code in (429, 503):
+                overload()
+            raise Transient(f"{url}: HTTP {reply.status_code}")
+        try:
+            message = reply.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = reply.text
+        raise RowFailed("refused", f"HTTP {reply.status_code}: {' '.join(str(message).split())[:300]}")
+
+    def _alive(self, url: str) -> bool:
+        """Whether a server that broke a connection still answers; two refusals half a second apart: no."""
+        import requests
+
+        for _ in range(2):
+            try:
+                if requests.get(f"{url}/health", timeout=10).status_code == 200:
+                    return True
+            except requests.Timeout:
+                return True
+            except requests.RequestException:
+                pass
+            if self.stop.wait(0.5):
+                return True
+        return False
+
+    def _bury(self, url: str) -> None:
+        with self._lock:
+            if self._load.pop(url, None) is not None:
+                log.error("server %s is gone", url)
+            if not self._load:
+                raise StageError(self._gone())
+
+    def _gone(self) -> str:
+        tail = self.obituary()
+        return f"the verifier server is gone ({', '.join(self.urls)})" + (
+            f"; last lines:\n{tail}" if tail else ""
+        )
+
+
+@dataclass
+class Answer:
+    """What a server said about one row: all ids, how it ended, where the states are, log-probabilities if asked."""
+
+    ids: list[int]
+    prompt: int
+    finish: str
+    path: str | None
+    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)
+
+
+def parse_answer(reply: dict, prompt: list[int], given: list[int] | None) -> Answer:
+    """Take a completion apart.
+
+    Log-probabilities come back as {k: {token id: log-probability}}, where k counts final states: k = 0 is the
+    prediction of the first answer token.
+
+    Raises:
+        RowFailed: the reply lacks token ids, or is about another prompt.
+    """
+    choice = reply["choices"][0]
+    out, seen = choice.get("token_ids"), choice.get("prompt_token_ids")
+    sent = prompt if given is None else [*prompt, *given][:-1]
+    if out is None:
+        raise RowFailed("no_token_ids", "the server does not return token ids; vLLM 0.26 or newer is needed")
+    if seen is not None and seen != sent:
+        raise RowFailed("other_prompt", f"the server answered {len(seen)} other prompt tokens")
+    path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
+    ids = [*prompt, *out] if given is None else [*prompt, *given]
+    first = 0 if given is None else len(given) - 1
+    found = {}
+    for i, top in enumerate((choice.get("logprobs") or {}).get("top_logprobs") or []):
+        found[first + i] = {int(k.partition(":")[2]): v for k, v in top.items()}
+    for i, top in enumerate(choice.get("prompt_logprobs") or []):
+        if given is not None and i >= len(prompt):
+            found[i - len(prompt)] = {int(k): v["logprob"] for k, v in top.items()}
+    return Answer(ids, len(prompt), choice.get("finish_reason") or "", path, found)
+
+
+class Extractor:
+    """Turns rows into stored samples, many at once.
+
+    Args:
+        client: where to ask.
+        gate: how much at once.
+        writer: where samples go; None only generates (first pass of two).
+        settings: recipe.answers.
+        seed: recipe.seed.
+        limit: tokens of one request that the server takes.
+        layers: auxiliary ids and the final one.
+        hidden: values per state.
+        roots: staging folders.
+        proofs: takes the log-probabilities of rows that asked for them, by row id.
+        wants_proof: row -> whether to ask log-probabilities with it.
+        next_prompt: (history, earlier answers) -> prompt ids, for rows whose earlier turns the verifier answers.
+    """
+
+    def __init__(
+        self, client: Client, gate: Gate, writer: StoreWriter | None, settings, seed: int, limit: int,
+        layers: list[int], hidden: int, roots: list[Path], proofs: dict, wants_proof: Callable[[Row], bool] = lambda row: False,
+        next_prompt: Callable[[dict, list[list[int]]], list[int]] | None = None,
+    ):  # fmt: skip
+        self.client, self.gate, self.writer, self.settings, self.seed = client, gate, writer, settings, seed
+        self.limit, self.layers, self.hidden, self.roots = limit, layers, hidden, roots
+        self.wants_proof, self.next_prompt = wants_proof, next_prompt
+        self.stop, self.range = client.stop, LayerRange(layers)
+        self.proofs = proofs
+        # Reading, checking and converting is CPU work: more of it at once than cores only costs memory.
+        self._readers = threading.Semaphore(max(1, min(8, (os.cpu_count() or 2) - 1)))
+
+    def token_bytes(self) -> int:
+        """Staged bytes of one token: every served layer in bf16."""
+        return len(self.layers) * self.hidden * 2
+
+    def take(self, row: Row) -> tuple[Answer, tuple[str, ...]]:
+        """One row from request to committed sample.
+
+        Returns:
+            The answer and its flags.
+
+        Raises:
+            RowDropped, RowFailed: it is not stored, with the reason.
+            StageError: nothing can be stored any more (dead server, full disk).
+        """
+        given = row.response_ids
+        prompt = self._prompt(row)
+        own = given is None
+        total = len(prompt) + (self.settings.max_tokens if own else len(given))
+        if total > self.limit:
+            raise RowDropped("too_long", f"{total} tokens, the server takes {self.limit}")
+        if not own and len(given) < 2:
+            raise RowDropped("empty", f"{len(given)} answer tokens")
+        for attempt in range(ATTEMPTS):
+            size = (total - 1) * self.token_bytes()
+            try:
+                return self._try(row, prompt, given, size)
+            except Transient as err:
+                self._staging_full(size)
+                if attempt == ATTEMPTS - 1:
+                    raise RowFailed("no_states", str(err)) from None
+                if self.stop.wait(0.5 * 2**attempt * (0.5 + random.random())):
+                    raise Stopped from None
+        raise AssertionError("unreachable")
+
+    def _try(self, row: Row, prompt: list[int], given: list[int] | None, size: int):
+        proof = self.writer is not None and self.wants_proof(row)
+        body = self._body(row, prompt, given, proof)
+        self.gate.enter(size)
+        try:
+            overloads = []
+            try:
+                reply = self.client.complete(lambda: overloads.append(1), **body)
+            finally:
+                self.gate.answered(not overloads)
+            answer = parse_answer(reply, prompt, given)
+            if answer.path is None:
+                if self.writer is None:
+                    return answer, self._flags(row, answer, given)
+                raise StageError(
+                    "the server answers without states: it runs as `serve`; ./02_launch_verifier.sh extract is needed"
+                )
+            with Staged(answer.path, self.roots) as staged:
+                if self.writer is None:
+                    return answer, self._flags(row, answer, given)
+                flags = self._flags(row, answer, given)
+                staged.wait(LOCK_TIMEOUT, self.stop)
+                with self._readers:
+                    self._store(row, answer, flags, staged)
+            return answer, flags
+        finally:
+            self.gate.freed(size)
+
+    def _body(self, row: Row, prompt: list[int], given: list[int] | None, proof: bool) -> dict:
+        body = {"prompt": prompt, "return_token_ids": True}
+        if given is None:
+            body |= {"max_tokens": self.settings.max_tokens, **self._sampling(row.id)}
+            body["kv_transfer_params"] = {"include_output_tokens": True}
+        else:
+            # The state of the last token is never stored, so it is not sent: the states match generation's.
+            body |= {"prompt": [*prompt, *given][:-1], "max_tokens": 1, "temperature": 0.0}
+        if proof:
+            body |= {"logprobs": TOP_LOGPROBS, "return_tokens_as_token_ids": True}
+            if given is not None and len(prompt) + len(given) <= LONGEST_PROMPT_LOGPROBS:
+                body["prompt_logprobs"] = TOP_LOGPROBS
+        return body
+
+    def _sampling(self, row_id: str, turn: int = 0) -> dict:
+        s = self.settings
+        found = {"temperature": s.temperature}
+        if s.temperature > 0:
+            found |= {"top_p": s.top_p, "top_k": s.top_k or -1, "seed": row_seed(self.seed, row_id, turn)}
+        return found
+
+    def _prompt(self, row: Row) -> list[int]:
+        """The row's prompt; where earlier turns are the verifier's to answer, it answers them first."""
+        if not row.history:
+            return row.prompt_ids
+        from eagle3.chats import BadRow
+
+        answers: list[list[int]] = []
+        try:
+            for turn in range(1, row.history["answers"] + 1):
+                prompt = self.next_prompt(row.history, answers)
+                if len(prompt) + self.settings.max_tokens > self.limit:
+                    raise RowDropped("too_long", f"turn {turn}: {len(prompt)} prompt tokens")
+                answers.append(self._generate(row, prompt, turn))
+            return self.next_prompt(row.history, answers)
+        except BadRow as err:
+            raise RowFailed(err.reason, err.detail) from None
+
+    def _generate(self, row: Row, prompt: list[int], turn: int) -> list[int]:
+        """An answer without its states (the server leaves them all the same; they are deleted)."""
+        body = {"prompt": prompt, "return_token_ids": True, "max_tokens": self.settings.max_tokens}
+        size = len(prompt) * self.token_bytes()
+        self.gate.enter(size)
+        try:
+            try:
+                reply = self.client.complete(**body, **self._sampling(row.id, turn))
+            finally:
+                self.gate.answered(True)
+            answer = parse_answer(reply, prompt, None)
+            if answer.path:
+                with Staged(answer.path, self.roots) as staged:
+                    staged.wait(LOCK_TIMEOUT, self.stop)
+            return answer.ids[len(prompt) :]
+        finally:
+            self.gate.freed(size)
+
+    def _flags(self, row: Row, answer: Answer, given: list[int] | None) -> tuple[str, ...]:
+        """Apply the rules for answers: empty, looping, cut at the limit. Held-out rows are kept and flagged."""
+        out, s = answer.ids[answer.prompt :], self.settings
+        if len(out) < 2:
+            raise RowDropped("empty", f"{len(out)} answer tokens")
+        flags = []
+        if is_looping(out):
+            flags.append("looping")
+        if (answer.finish if given is None else row.finish) == "length":
+            flags.append("at_limit")
+        for flag, rule in (("looping", s.looping), ("at_limit", s.at_limit)):
+            if flag in flags and rule == "drop" and row.split != "heldout":
+                raise RowDropped(flag, f"{len(out)} answer tokens")
+        return tuple(flags)
+
+    def _store(self, row: Row, answer: Answer, flags: tuple[str, ...], staged: Staged) -> None:
+        """Check staged states while copying them into the open shard."""
+        count = len(answer.ids) - 1
+        header = staged.open()
+        if "hidden_states" not in header or "token_ids" not in header:
+            raise RowFailed("no_tensors", f"the staged file holds {', '.join(sorted(header))}")
+        dtype, shape, begin, _ = header["hidden_states"]
+        if dtype != "BF16" or len(shape) != 3 or shape[1:] != [len(self.layers), self.hidden]:
+            raise RowFailed(
+                "shape",
+                f"states are {dtype} {shape}, expected BF16 [{count}, {len(self.layers)}, {self.hidden}]",
+            )
+        if shape[0] != count:
+            raise RowFailed("length", f"{shape[0]} states for {count} tokens")
+        ids = self._staged_ids(staged.path, header["token_ids"])
+        if ids.tolist() != answer.ids[:-1]:
+            raise RowFailed("other_tokens", "token ids beside the states are not those of the answer")
+        slot, check = self.writer.begin(answer.ids, answer.prompt), StateCheck(self.layers, ids)
+        try:
+            for chunk in chunks_of(staged.path, begin, shape, count):
+                if self.stop.is_set():
+                    raise Stopped
+                check.add(chunk)
+                slot.write(chunk)
+            self.range.check(check.finish())
+        except BaseException:
+            slot.abort()
+            raise
+        if answer.logprobs:
+            self.proofs[row.id] = answer.logprobs
+        slot.commit(
+            id=row.id, split=row.split, domain=row.domain, source=row.source, input=row.input, flags=flags
+        )
+
+    def _staged_ids(self, path: Path, entry: tuple) -> np.ndarray:
+        dtype, shape, begin, size = entry
+        if dtype not in ("I64", "I32"):
+            raise RowFailed("shape", f"token ids are {dtype} {shape}")
+        out = np.empty(shape, dtype="<i8" if dtype == "I64" else "<i4")
+        with open(path, "rb") as f:
+            f.seek(begin)
+            f.readinto(memoryview(out).cast("B"))
+        return out
+
+    def _staging_full(self, size: int) -> None:
+        """Raises DiskFull if a staging folder can't hold the states of a row (the server only logs it)."""
+        for root in self.roots:
+            if root.is_dir() and shutil.disk_usage(root).free < 2 * size + (1 << 20):
+                raise disk_full(root, size)
+
+
+class WorkerPool:
+    """Threads over a shared iterator; the first exception that is not about one row stops all."""
+
+    def __init__(self, count: int, rows: Iterator, work: Callable[[Row], None], stop: threading.Event):
+        self._rows, self._work, self._stop = rows, work, stop
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+        # Daemons: a request that hangs must not keep a stopped process alive.
+        self._threads = [threading.Thread(target=self._loop, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _loop(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    row = next(self._rows, None)
+                if row is None:
+                    return
+                self._work(row)
+        except Stopped:
+            pass
+        except BaseException as err:
+            if self.error is None:
+                self.error = err
+            self._stop.set()
+
+    def running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the threads; returns whether all ended."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not self.running()
+
+
+def ask_again(client: Client, ids: list[int], prompt: int, roots: list[Path]) -> dict[int, dict[int, float]]:
+    """Log-probabilities of a stored sample, by a request of its own; the states that it leaves are deleted."""
+    body = {"prompt": ids[:-1], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+    body |= {"logprobs": TOP_LOGPROBS, "return_tokens_as_token_ids": True}
+    if len(ids) <= LONGEST_PROMPT_LOGPROBS:
+        body["prompt_logprobs"] = TOP_LOGPROBS
+    try:
+        answer = parse_answer(client.complete(**body), ids[:prompt], ids[prompt:])
+    except (RowFailed, Stopped) as err:
+        raise StageError(
+            f"the state proof could not ask the server again: {err or 'the run was stopped'}"
+        ) from None
+    if answer.path:
+        with Staged(answer.path, roots) as staged:
+            staged.wait(LOCK_TIMEOUT, threading.Event())
+    return answer.logprobs

@@ -1,0 +1,291 @@
+"""State proof: the verifier's final norm and head, applied to stored states, must give what the server said.
+
+A state that is missing, of another layer, of another request or zero trains to a plausible, worthless draft; nothing
+else in the pipeline would notice. The server's raw log-probabilities of its likeliest tokens are compared with those
+computed here, on the CPU, from the states of the sealed shard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.contract import StageError
+from eagle3.store import SampleInfo, Shard, Store, pread_into, raw, read_header_of, widen
+
+if TYPE_CHECKING:
+    import torch
+
+    from eagle3.verifier import Verifier
+
+log = logging.getLogger("eagle3")
+
+# Positions looked at per row: a row's states are written in one go, so more would say little more.
+POSITIONS = 16
+# Head rows multiplied at once: 4,096 x 7,168 in float32 is 117 MB.
+SLICE = 4096
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Allowed |difference| of log-probabilities of one row, in standard deviations of the logits.
+
+    A scale-free unit, because logits of a small random model span 0.5 and those of a chat model 40. Measured as
+    median / p99 of the worst of 24 rows: SmolLM2 0.011 / 0.056 in bf16 (the server rounds its logits to bf16), 0.027 /
+    0.25 in fp8 (3 bits of mantissa); a random toy 0.003 / 0.014 and 0.019 / 0.084. The nearest wrong layer, n - 1,
+    gives at least 0.24 / 1.6 on SmolLM2 and 0.086 / 0.44 on the toy. `gap` is the lead of the server's best token
+    from which ours must be the same; the largest lead at which fp8 changed it was 0.16.
+    """
+
+    median: float
+    p99: float
+    gap: float
+
+
+BOUNDS = {"bf16": Bounds(0.04, 0.20, 0.5), "fp8": Bounds(0.07, 0.50, 0.5)}
+
+
+@dataclass
+class Comparison:
+    """How far the states of one row (or of all) are from what the server said."""
+
+    median: float
+    p99: float
+    top1_wrong: int
+    top1_checked: int
+    positions: int
+
+    def passes(self, bounds: Bounds) -> bool:
+        return self.median <= bounds.median and self.p99 <= bounds.p99 and not self.top1_wrong
+
+    def __str__(self) -> str:
+        return (
+            f"median {self.median:.3f}, p99 {self.p99:.3f} of the logits' spread over {self.positions} positions, "
+            f"top-1 differs at {self.top1_wrong} of {self.top1_checked} with a clear winner"
+        )
+
+
+class Head:
+    """Final norm and output head of a verifier, read in slices of the vocabulary; nothing large stays in memory."""
+
+    def __init__(self, verifier: Verifier):
+        import torch
+
+        name = verifier.tensor_names["head"]
+        self.path = Path(verifier.path) / verifier.weight_map[name]
+        dtype, self.shape, self.begin, _ = read_header_of(self.path)[name]
+        kinds = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        if dtype not in kinds:
+            raise StageError(f"{self.path}: head {name} is {dtype}; the state proof reads {', '.join(kinds)}")
+        self.dtype = kinds[dtype]
+        self.norm = verifier.norm_weight()
+        self.eps = float(verifier.value("rms_norm_eps"))
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """RMSNorm as the server does it: float32 inside, bf16 out (returned as float32)."""
+        import torch
+
+        x = x.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm
+        return x.to(torch.bfloat16).float()
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """Head rows [count, H] as float32."""
+        import torch
+
+        out = torch.empty(count, self.shape[1], dtype=self.dtype)
+        with open(self.path, "rb") as f:
+            pread_into(f.fileno(), raw(out), self.begin + first * out[0].nbytes, self.path)
+        return out.float()
+
+    def full(self, x: torch.Tensor, wanted: torch.Tensor):
+        """Over the whole vocabulary, from normed states x [P, H].
+
+        Returns:
+            Log-probabilities of the `wanted` [P, k] tokens, top token [P], standard deviation of the logits [P].
+        """
+        import torch
+
+        lse = torch.full((len(x),), -torch.inf)
+        best, top = torch.full((len(x),), -torch.inf), torch.zeros(len(x), dtype=torch.long)
+        picked, total, squares = torch.empty(wanted.shape), torch.zeros(len(x)), torch.zeros(len(x))
+        for first in range(0, self.shape[0], SLICE):
+            logits = x @ self.rows(first, min(SLICE, self.shape[0] - first)).T
+            lse = torch.logaddexp(lse, logits.logsumexp(-1))
+            high, where = logits.max(-1)
+            top = torch.where(high > best, where + first, top)
+            best = torch.maximum(best, high)
+            total, squares = total + logits.sum(-1), squares + logits.pow(2).sum(-1)
+            inside = (wanted >= first) & (wanted < first + logits.shape[1])
+            values = logits.gather(1, (wanted - first).clamp(0, logits.shape[1] - 1))
+            picked = torch.where(inside, values, picked)
+        spread = (squares / self.shape[0] - (total / self.shape[0]).pow(2)).clamp(min=0).sqrt()
+        return picked - lse[:, None], top, spread
+
+    def few(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Logits of `wanted` [P, k] tokens only."""
+        import torch
+
+        weight = torch.stack([self.rows(t, 1)[0] for t in wanted.flatten().tolist()])
+        return torch.einsum("ph,pkh->pk", x, weight.view(*wanted.shape, -1))
+
+
+@dataclass
+class Evidence:
+    """States of one row at P positions beside what the server said there: k tokens, best first."""
+
+    row: str
+    final: torch.Tensor  # [P, H]
+    control: torch.Tensor  # [P, H], the last auxiliary layer
+    tokens: torch.Tensor  # [P, k]
+    said: torch.Tensor  # [P, k]
+
+
+def compare(head: Head, states: list, evidence: list[Evidence], gap: float, spread: float | None = None):
+    """Compare states with the server's log-probabilities.
+
+    Args:
+        states: per row [P, H], un-normed.
+        evidence: the same rows.
+        gap: lead of the server's best token, in spreads, from which the top token must agree.
+        spread: standard deviation of logits if it is known: then only differences between the k tokens are compared,
+            which takes k head rows a position; None: the whole vocabulary.
+
+    Returns:
+        (a Comparison of all rows, the row with the worst one, its Comparison, mean spread)
+    """
+    import torch
+
+    x = head.normed(torch.cat(states))
+    tokens, said = torch.cat([e.tokens for e in evidence]), torch.cat([e.said for e in evidence])
+    if spread is None:
+        here, top, spreads = head.full(x, tokens)
+        off = (here - said).abs()
+    else:
+        here, spreads = head.few(x, tokens), torch.full((len(x),), spread)
+        top = tokens.gather(1, here.argmax(-1, keepdim=True))[:, 0]
+        off = ((here - here.mean(-1, keepdim=True)) - (said - said.mean(-1, keepdim=True))).abs()
+    # A spread of zero comes from states that are all alike; nothing agrees with the server then.
+    off = (off / spreads[:, None]).nan_to_num(1e9, posinf=1e9)
+    clear = (said[:, 0] - said[:, 1]) >= gap * spreads
+    wrong = clear & (top != tokens[:, 0])
+
+    def summary(part: slice) -> Comparison:
+        flat = off[part].flatten()
+        checked = int(clear[part].sum())
+        return Comparison(
+            float(flat.median()), float(flat.quantile(0.99)), int(wrong[part].sum()), checked, len(off[part])
+        )
+
+    ends = torch.tensor([len(e.tokens) for e in evidence]).cumsum(0).tolist()
+    rows = [summary(slice(end - len(e.tokens), end)) for end, e in zip(ends, evidence, strict=True)]
+    worst = max(range(len(rows)), key=lambda i: (rows[i].top1_wrong, rows[i].median))
+    return summary(slice(None)), evidence[worst].row, rows[worst], float(spreads.mean())
+
+
+class Prover:
+    """Proves each sealed shard before it is listed; called by StoreWriter.
+
+    Args:
+        verifier: whose head is used.
+        said: row id -> {k: {token: log-probability}} of rows that asked with their request; taken out when used.
+        rows: rows checked over the whole vocabulary; later shards get the cheaper comparison.
+        ask: (token ids, prompt length) -> the same for a row that did not ask, for shards without any.
+        threads: of the matrix products.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        said: dict[str, dict],
+        rows: int,
+        ask: Callable[[list[int], int], dict],
+        threads: int = 1,
+    ):
+        self.head, self.said, self.rows, self.ask, self.threads = Head(verifier), said, rows, ask, threads
+        self.done, self.spread = 0, None
+
+    def __call__(self, store: Store, shard: Shard) -> dict:
+        """What to note about the shard.
+
+        Raises:
+            StageError: the states are not what the server computed its answer from, or the test can't tell.
+        """
+        import torch
+
+        torch.set_num_threads(self.threads)
+        chosen = [(info, said) for info in shard.samples if (said := self.said.pop(info.id, None))]
+        if not chosen:
+            info = min(shard.samples, key=lambda s: s.tokens)
+            chosen = [(info, self.ask(store.token_ids(info).tolist(), info.prompt))]
+        full = self.done < self.rows or self.spread is None
+        self.done += len(chosen)
+        parts = [self._evidence(store, info, said) for info, said in chosen]
+        bounds, path, spread = BOUNDS[store.dtype], store.folder / shard.name, None if full else self.spread
+        found, row, worst, measured = compare(self.head, [e.final for e in parts], parts, bounds.gap, spread)
+        if full:
+            self.spread = measured
+        if not worst.passes(bounds):
+            raise StageError(
+                f"state proof failed for {path}: final norm and head over the stored states of layer "
+                f"{store.layers[-1]} do not give the server's log-probabilities; worst row {row}: {worst}; allowed: "
+                f"median {bounds.median}, p99 {bounds.p99}. Likely causes: the last layer id is off by one, states of "
+                "requests are swapped, or the server wrote zeros. The shard was removed"
+            )
+        other = compare(self.head, [e.control for e in parts], parts, bounds.gap, spread)[0]
+        if other.passes(bounds):
+            raise StageError(
+                f"state proof of {path} proves nothing: layer {store.layers[-2]} passes it too ({other}), so one of "
+                f"it and layer {store.layers[-1]} is a copy of the other. The shard was removed"
+            )
+        log.info("%s proved by %d rows: %s", shard.name, len(chosen), found)
+        return {
+            "rows": len(chosen), "positions": found.positions, "median": round(found.median, 4),
+            "p99": round(found.p99, 4), "worst_row_median": round(worst.median, 4),
+            "top1_checked": found.top1_checked, "vocabulary": "all" if full else "few",
+            "control_median": round(other.median, 4),
+        }  # fmt: skip
+
+    def _evidence(self, store: Store, info: SampleInfo, said: dict) -> Evidence:
+        """States at up to POSITIONS positions of a row, with what was said there.
+
+        Raises:
+            StageError: nothing was said about any stored state.
+        """
+        import torch
+
+        ks = sorted(k for k in said if k < info.finals and len(said[k]) > 1)
+        ks = [ks[i * len(ks) // min(POSITIONS, len(ks))] for i in range(min(POSITIONS, len(ks)))]
+        if not ks:
+            raise StageError(f"row {info.id}: the server gave no log-probabilities for the state proof")
+        width = min(len(said[k]) for k in ks)
+        ranked = [sorted(said[k].items(), key=lambda item: -item[1])[:width] for k in ks]
+        return Evidence(
+            info.id,
+            torch.stack([_row(store, info, k, last=True) for k in ks]),
+            torch.stack([_row(store, info, k, last=False) for k in ks]),
+            torch.tensor([[t for t, _ in r] for r in ranked]),
+            torch.tensor([[v for _, v in r] for r in ranked]),
+        )
+
+
+def _row(store: Store, info: SampleInfo, k: int, last: bool) -> torch.Tensor:
+    """Final state k, or the last auxiliary state at the same position, as float32 [H]."""
+    import torch
+
+    kind = torch.bfloat16 if store.dtype == "bf16" else torch.float8_e4m3fn
+    shape, scales = (
+        ((1, store.hidden_size), (1,))
+        if last
+        else ((1, store.num_aux, store.hidden_size), (1, store.num_aux))
+    )
+    x, scale = torch.empty(shape, dtype=kind), torch.empty(scales) if store.dtype == "fp8" else None
+    if last:
+        store.read_raw(info, final_out=x, final_scale_out=scale, final_first=k)
+    else:
+        store.read_raw(info, aux_out=x, aux_scale_out=scale, aux_first=info.prompt - 1 + k)
+    x = widen(x, scale) if scale is not None else x
+    return (x[0] if last else x[0, -1]).float()
