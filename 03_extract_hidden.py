@@ -8,12 +8,12 @@ Writes  03_hidden/shard-<part>-NNNNN.safetensors, manifest-<part>.jsonl, failure
     python 03_extract_hidden.py --endpoint http://127.0.0.1:8192          with a server that runs already
     python 03_extract_hidden.py --check --deep                            verify every stored checksum
 
-Rows without an answer are answered and extracted in one request; rows that bring one are prefilled. Only missing
-rows are taken. --part i/n takes the i-th of n disjoint parts: put the n folders together and run it once more.
---round k/n keeps held-out and validation rows and the k-th of n windows of the training rows, and deletes the
-other windows. --mode two-pass answers with a plain or speculative server first (--answers-only), then prefills.
-A budget (--max-tokens, --max-bytes) is part of what was asked for: reached, the stage is done with what it has;
-without it, or with a larger one, a rerun goes on.
+Rows without an answer are answered and extracted in one request; rows that bring one are prefilled. Only
+missing rows are taken. --part i/n takes the i-th of n disjoint parts: put the n folders together and run it
+once more. --round k/n keeps held-out and validation rows and the k-th of n windows of the training rows, and
+deletes the other windows. --mode two-pass answers with a plain or speculative server first (--answers-only),
+then prefills. A budget (--max-tokens, --max-bytes) is part of what was asked for: reached, the stage is done
+with what it has; without it, or with a larger one, a rerun goes on.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def fresh(stage: Stage, old: dict) -> bool:
 
 
 def check(stage: Stage, record: StageRecord) -> str:
-    """--check: is there work left? With --deep every checksum is computed anew and broken shards are named."""
+    """--check: is there work left? With --deep every checksum is computed anew, broken shards are named."""
     from eagle3.store import Store
 
     record.refuse_other_identity()
@@ -114,7 +114,8 @@ def check(stage: Stage, record: StageRecord) -> str:
         bad = damaged_shards(Store.open(stage.run.hidden))
         if bad:
             raise StageError(
-                f"{len(bad)} broken shards: {'; '.join(bad.values())}. 03_extract_hidden.py --deep redoes them"
+                f"{len(bad)} broken shards: {'; '.join(bad.values())}. "
+                "03_extract_hidden.py --deep redoes them"
             )
         log.info("every stored checksum is right")
     return "done" if old and fresh(stage, old) else "todo"
@@ -152,7 +153,7 @@ class folder_lock:
         os.close(self.fd)
 
 
-# --- what is left ----------------------------------------------------------------------------------------------
+# --- what is left -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -241,20 +242,21 @@ def refuse_if_too_big(stage: Stage, plan: Plan, store, verifier) -> None:
         expected, most = min(expected, cap), min(most, cap)
     free, reserve = shutil.disk_usage(stage.run.hidden).free, int(stage.profile.DISK_RESERVE_GB * 1e9)
     log.info(
-        "%d of %d rows to take: about %.3g GB of states, at most %.3g GB; %.4g GB free, %.3g GB of them kept free",
+        "%d of %d rows to take: about %.3g GB, at most %.3g GB; %.4g GB free, %.3g GB of them kept free",
         len(plan.todo), plan.wanted, expected / 1e9, most / 1e9, free / 1e9, reserve / 1e9,
     )  # fmt: skip
     if expected > free - reserve:
         rounds = -(-expected // max(1, free - reserve))
         raise StageError(
-            f"states will take about {expected} bytes, {stage.run.hidden} has {free} free, {reserve} of them kept "
-            f"free (DISK_RESERVE_GB): free some, or set ROUNDS={rounds + 1}, a smaller SAMPLES or states.dtype=fp8"
+            f"states will take about {expected} bytes, {stage.run.hidden} has {free} free, {reserve} of them "
+            f"kept free (DISK_RESERVE_GB): free some, or set ROUNDS={rounds + 1}, fewer SAMPLES or "
+            "states.dtype=fp8"
         )
     if most > free - reserve:
         log.warning("if every answer is as long as allowed, the disk will not do; the run stops cleanly then")
 
 
-# --- the work --------------------------------------------------------------------------------------------------
+# --- the work -----------------------------------------------------------------------------------------------
 
 
 def extract(stage: Stage, record: StageRecord, verifier) -> str:
@@ -309,8 +311,9 @@ def finish(stage: Stage, record: StageRecord, plan: Plan, work: Work) -> str:
 
     if plan.elsewhere:
         log.info(
-            "part %d/%d is complete; %d rows are other parts': put their shards and manifests into %s and run "
-            "03_extract_hidden.py once more (it needs no server then)", *stage.args.part, plan.elsewhere, stage.run.hidden,
+            "part %d/%d is complete; %d rows are other parts': put their shards and manifests into %s and "
+            "run 03_extract_hidden.py once more (it needs no server then)",
+            *stage.args.part, plan.elsewhere, stage.run.hidden,
         )  # fmt: skip
         return "done"
     store = Store.open(stage.run.hidden)
@@ -331,8 +334,8 @@ def finish(stage: Stage, record: StageRecord, plan: Plan, work: Work) -> str:
         outputs,
         work.rates(store),
         counts=counts, tokens=tokens, answer_tokens=answer, bytes=store.bytes, dropped=dropped, proof=proof,
-        looping=sum("looping" in s.flags for s in samples), at_limit=sum("at_limit" in s.flags for s in samples),
-        inputs=inputs_of(stage), round=list(stage.args.round) if stage.args.round else None,
+        looping=sum("looping" in s.flags for s in samples), at_limit=sum("at_limit" in s.flags for s in
+        samples), inputs=inputs_of(stage), round=list(stage.args.round) if stage.args.round else None,
         budget=budget_of(stage.args) if work.budget_reached else None, layer_norms=work.layer_norms(),
     )  # fmt: skip
     log.info(

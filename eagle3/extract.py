@@ -1,7 +1,8 @@
 """The client side of extraction: ask the verifier for answers and states, check them, hand them to the store.
 
-A row without an answer is one completion request that generates it and leaves the states of prompt and answer in
-the staging folder; a row that brought its answer is prefilled. Either way T = len(ids) - 1 states come back.
+A row without an answer is one completion request that generates it and leaves the states of prompt and answer
+in the staging folder; a row that brought its answer is prefilled. Either way T = len(ids) - 1 states come
+back.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ ATTEMPTS = 6
 FAILURE_STREAK = 25
 # Alternatives per position that a proof row asks for; vLLM allows 20 at most.
 TOP_LOGPROBS = 8
-# The server holds the logits of all prompt positions of a step at once: longer rows prove their last state only.
+# The server holds the logits of all prompt positions of a step at once: longer rows prove their last state
+# only.
 LONGEST_PROMPT_LOGPROBS = 2048
 
 
@@ -104,9 +106,11 @@ def row_seed(seed: int, row_id: str, turn: int = 0) -> int:
 def is_looping(token_ids: list[int]) -> bool:
     """Whether an answer ends in a loop.
 
-    Two signs: the tail repeats a block of at most 32 tokens to its end (4 times, or 3 times if the block has 8 or
-    more tokens, and over 24 tokens in all); or, for loops with a counter or longer blocks, the last 96 tokens hold
-    less than half as many different 4-grams as 4-grams. The closing token, if there is one, is not looked at.
+    Two signs: the tail repeats a block of at most 32 tokens to its end (4 times, or 3 times if the block has
+        8 or
+    more tokens, and over 24 tokens in all); or, for loops with a counter or longer blocks, the last 96 tokens
+    hold less than half as many different 4-grams as 4-grams. The closing token, if there is one, is not
+    looked at.
     """
     ids = np.asarray(token_ids)
     return _tail_repeats(ids) or _tail_repeats(ids[:-1]) or _few_ngrams(ids[:-1])
@@ -130,7 +134,7 @@ def _few_ngrams(ids: np.ndarray, window: int = 96, n: int = 4) -> bool:
     return len(np.unique(grams, axis=0)) < 0.5 * len(grams)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------
 
 
 class LayerRange:
@@ -170,7 +174,7 @@ class LayerRange:
 
 
 class StateCheck:
-    """Looks at the states of one row chunk by chunk: finite, not zero, not constant, layers and tokens distinct."""
+    """Looks at the states of one row by chunks: finite, not zero or constant, layers and tokens distinct."""
 
     def __init__(self, layers: list[int], token_ids: np.ndarray):
         self.layers, self.ids = layers, token_ids
@@ -215,7 +219,7 @@ class StateCheck:
         return np.median(np.concatenate(self.norms), axis=0)
 
 
-# --- staged files ----------------------------------------------------------------------------------------------
+# --- staged files -------------------------------------------------------------------------------------------
 
 
 class Staged:
@@ -243,7 +247,8 @@ class Staged:
             path.unlink(missing_ok=True)
 
     def wait(self, timeout: float, stop: threading.Event) -> None:
-        """Wait until the server has finished writing: it holds a flock meanwhile, a dead server's lock is free.
+        """Wait until the server has finished writing: it holds a flock meanwhile, a dead server's lock is
+        free.
 
         Raises:
             RowFailed: the lock is still held after `timeout` seconds.
@@ -313,11 +318,11 @@ def empty_staging(roots: Iterable[Path]) -> int:
     return len(found)
 
 
-# --- requests --------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 class Gate:
-    """Bounds requests in flight and bytes between server and shard; adapts the former to what the server takes."""
+    """Bounds requests in flight, adapting to what the server takes, and bytes between server and shard."""
 
     def __init__(self, requests: int, budget: int, stop: threading.Event):
         self.most, self.limit, self.budget = requests, float(requests), budget
@@ -469,7 +474,7 @@ class Client:
 
 @dataclass
 class Answer:
-    """What a server said about one row: all ids, how it ended, where the states are, log-probabilities if asked."""
+    """What a server said about one row: all ids, the ending, path of the states, log-probabilities if asked."""
 
     ids: list[int]
     prompt: int
@@ -521,12 +526,14 @@ class Extractor:
         roots: staging folders.
         proofs: takes the log-probabilities of rows that asked for them, by row id.
         wants_proof: row -> whether to ask log-probabilities with it.
-        next_prompt: (history, earlier answers) -> prompt ids, for rows whose earlier turns the verifier answers.
+        next_prompt: (history, earlier answers) -> prompt ids, for rows whose earlier turns the verifier
+            answers.
     """
 
     def __init__(
         self, client: Client, gate: Gate, writer: StoreWriter | None, settings, seed: int, limit: int,
-        layers: list[int], hidden: int, roots: list[Path], proofs: dict, wants_proof: Callable[[Row], bool] = lambda row: False,
+        layers: list[int], hidden: int, roots: list[Path], proofs: dict,
+        wants_proof: Callable[[Row], bool] = lambda row: False,
         next_prompt: Callable[[dict, list[list[int]]], list[int]] | None = None,
     ):  # fmt: skip
         self.client, self.gate, self.writer, self.settings, self.seed = client, gate, writer, settings, seed
@@ -586,7 +593,7 @@ class Extractor:
                 if self.writer is None:
                     return answer, self._flags(row, answer, given)
                 raise StageError(
-                    "the server answers without states: it runs as `serve`; ./02_launch_verifier.sh extract is needed"
+                    "the server answers without states: ./02_launch_verifier.sh extract is needed, not serve"
                 )
             with Staged(answer.path, self.roots) as staged:
                 if self.writer is None:
@@ -656,7 +663,7 @@ class Extractor:
             self.gate.freed(size)
 
     def _flags(self, row: Row, answer: Answer, given: list[int] | None) -> tuple[str, ...]:
-        """Apply the rules for answers: empty, looping, cut at the limit. Held-out rows are kept and flagged."""
+        """Apply the rules for answers: empty, looping, at the limit. Held-out rows are kept and flagged."""
         out, s = answer.ids[answer.prompt :], self.settings
         if len(out) < 2:
             raise RowDropped("empty", f"{len(out)} answer tokens")
@@ -763,7 +770,7 @@ class WorkerPool:
 
 
 def ask_again(client: Client, ids: list[int], prompt: int, roots: list[Path]) -> dict[int, dict[int, float]]:
-    """Log-probabilities of a stored sample, by a request of its own; the states that it leaves are deleted."""
+    """Log-probabilities of a stored sample, by a request of its own; its states are deleted."""
     body = {"prompt": ids[:-1], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
     body |= {"logprobs": TOP_LOGPROBS, "return_tokens_as_token_ids": True}
     if len(ids) <= LONGEST_PROMPT_LOGPROBS:

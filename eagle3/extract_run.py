@@ -1,4 +1,4 @@
-"""One run of 03 over the rows that are missing: server, threads, writer, counts, budget, answers of a first pass."""
+"""One run of 03 over the missing rows: server, threads, writer, counts, budget, answers of a first pass."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Work:
         self.extractor = self.answers = None
 
     def run(self, plan) -> None:
-        """Take all rows of the plan; returns when everything is sealed (or raises, with what was whole sealed)."""
+        """Take all rows of the plan and seal them; if it raises, what was whole is sealed too."""
         from eagle3.progress import Progress
         from eagle3.server import served_name, staging_candidates, tail
 
@@ -147,8 +147,8 @@ class Work:
                 models = requests.get(f"{url}/v1/models", timeout=30).json()["data"]
             except (requests.RequestException, ValueError, KeyError):
                 raise StageError(
-                    f"no verifier answers at {url}: run FROM=03 TO=03 ./run_pipeline.sh, which starts and stops "
-                    "one, or start ./02_launch_verifier.sh extract and name it with --endpoint"
+                    f"no verifier answers at {url}: run FROM=03 TO=03 ./run_pipeline.sh, which starts and "
+                    "stops one, or start ./02_launch_verifier.sh extract and name it with --endpoint"
                 ) from None
             probe(Server(url, served_name(self.verifier), 0), self.verifier)
             limit = next(
@@ -156,8 +156,8 @@ class Work:
             )
             if limit is not None and limit < want:
                 raise StageError(
-                    f"{url} takes {limit} tokens a request, the recipe's verifier.max_model_len is {want}: start it "
-                    "again with this recipe"
+                    f"{url} takes {limit} tokens a request, the recipe's verifier.max_model_len is {want}: "
+                    "start it again with this recipe"
                 )
         return urls, want
 
@@ -174,8 +174,8 @@ class Work:
 
         stage, states = self.stage, self.stage.recipe.states
         prover = Prover(
-            self.verifier, proofs, states.proof_rows, lambda ids, prompt: ask_again(client, ids, prompt, roots),
-            threads=max(1, (os.cpu_count() or 1) // 2),
+            self.verifier, proofs, states.proof_rows, lambda ids, prompt: ask_again(client, ids, prompt,
+            roots), threads=max(1, (os.cpu_count() or 1) // 2),
         )  # fmt: skip
         return StoreWriter(
             stage.run.hidden, self.part, self.verifier.served_layers, self.verifier.hidden_size, states.dtype,
@@ -183,7 +183,7 @@ class Work:
         )  # fmt: skip
 
     def _next_prompt(self):
-        """Renderer of the next turn of a chat whose earlier answers are the verifier's own (made when needed)."""
+        """Renderer of the next turn of a chat whose earlier answers are the verifier's own, made when needed."""
         made, lock = [], threading.Lock()
 
         def render(history: dict, answers: list[list[int]]) -> list[int]:
@@ -198,7 +198,7 @@ class Work:
         return render
 
     def _wants_proof(self, row) -> bool:
-        """The first rows ask for log-probabilities, then a few per shard: every shard gets one in all likelihood."""
+        """The first rows ask for log-probabilities, then about eight per shard, so that each gets some."""
         with self._lock:
             size = self.stage.recipe.states.shard_bytes
             if self._asked < self.stage.recipe.states.proof_rows or self._since >= size // 8:
@@ -282,7 +282,7 @@ class Work:
             self._progress.update(1, f", {rate:.0f} tok/s")
 
     def _note(self, row, err: RowFailed, kind: str) -> None:
-        """Count a row that is not stored, and write it down; raises StageError when nothing but failures comes."""
+        """Count and write down a row that is not stored; raises StageError when nothing but failures comes."""
         with self._lock:
             (self.dropped if kind == "dropped" else self.failed)[err.reason] += 1
             entry = {
@@ -302,7 +302,7 @@ class Work:
             self._streak += 1
             if self._streak >= FAILURE_STREAK:
                 raise StageError(
-                    f"{self._streak} rows one after the other failed, the last with {err}; see {self._failures.name}"
+                    f"{self._streak} rows one after the other failed, the last: {err}; see {self._failures.name}"
                 )
 
     def refuse_failures(self) -> None:
@@ -311,8 +311,8 @@ class Work:
         if count > allowed:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.failed.most_common())
             raise StageError(
-                f"{count} rows failed ({reasons}), states.max_failed allows {allowed}; first: {self.example}. All "
-                f"others are stored; see {self.stage.run.hidden / 'failures.jsonl'}, a rerun retries only these"
+                f"{count} rows failed ({reasons}), states.max_failed allows {allowed}; first: {self.example}. "
+                f"All others are stored; a rerun retries just these; see {self._failures.name}"
             )
 
     def layer_norms(self) -> dict | None:

@@ -1,8 +1,8 @@
 """State proof: the verifier's final norm and head, applied to stored states, must give what the server said.
 
-A state that is missing, of another layer, of another request or zero trains to a plausible, worthless draft; nothing
-else in the pipeline would notice. The server's raw log-probabilities of its likeliest tokens are compared with those
-computed here, on the CPU, from the states of the sealed shard.
+A state that is missing, of another layer, of another request or zero trains to a plausible, worthless draft;
+nothing else in the pipeline would notice. The server's raw log-probabilities of its likeliest tokens are
+compared with those computed here, on the CPU, from the states of the sealed shard.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ SLICE = 4096
 class Bounds:
     """Allowed |difference| of log-probabilities of one row, in standard deviations of the logits.
 
-    A scale-free unit, because logits of a small random model span 0.5 and those of a chat model 40. Measured as
-    median / p99 of the worst of 24 rows: SmolLM2 0.011 / 0.056 in bf16 (the server rounds its logits to bf16), 0.027 /
-    0.25 in fp8 (3 bits of mantissa); a random toy 0.003 / 0.014 and 0.019 / 0.084. The nearest wrong layer, n - 1,
-    gives at least 0.24 / 1.6 on SmolLM2 and 0.086 / 0.44 on the toy. `gap` is the lead of the server's best token
-    from which ours must be the same; the largest lead at which fp8 changed it was 0.16.
+    A scale-free unit, because logits of a small random model span 0.5 and those of a chat model 40. Measured
+    as median / p99 of the worst of 24 rows: SmolLM2 0.011 / 0.056 in bf16 (the server rounds its logits to
+    bf16), 0.027 / 0.25 in fp8 (3 bits of mantissa); a random toy 0.003 / 0.014 and 0.019 / 0.084. The nearest
+    wrong layer, n - 1, gives at least 0.24 / 1.6 on SmolLM2 and 0.086 / 0.44 on the toy. `gap` is the lead of
+    the server's best token from which ours must be the same; the largest lead at which fp8 changed it was
+    0.16.
     """
 
     median: float
@@ -63,13 +64,13 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"median {self.median:.3f}, p99 {self.p99:.3f} of the logits' spread over {self.positions} positions, "
-            f"top-1 differs at {self.top1_wrong} of {self.top1_checked} with a clear winner"
+            f"median {self.median:.3f}, p99 {self.p99:.3f} of the logits' spread over {self.positions} "
+            f"positions, top-1 differs at {self.top1_wrong} of {self.top1_checked} with a clear winner"
         )
 
 
 class Head:
-    """Final norm and output head of a verifier, read in slices of the vocabulary; nothing large stays in memory."""
+    """Final norm and output head of a verifier, read in slices of the vocabulary to keep memory small."""
 
     def __init__(self, verifier: Verifier):
         import torch
@@ -105,7 +106,8 @@ class Head:
         """Over the whole vocabulary, from normed states x [P, H].
 
         Returns:
-            Log-probabilities of the `wanted` [P, k] tokens, top token [P], standard deviation of the logits [P].
+            Log-probabilities of the `wanted` [P, k] tokens, top token [P], standard deviation of the logits
+            [P].
         """
         import torch
 
@@ -151,8 +153,8 @@ def compare(head: Head, states: list, evidence: list[Evidence], gap: float, spre
         states: per row [P, H], un-normed.
         evidence: the same rows.
         gap: lead of the server's best token, in spreads, from which the top token must agree.
-        spread: standard deviation of logits if it is known: then only differences between the k tokens are compared,
-            which takes k head rows a position; None: the whole vocabulary.
+        spread: standard deviation of logits if it is known: then only differences between the k tokens are
+            compared, which takes k head rows a position; None: the whole vocabulary.
 
     Returns:
         (a Comparison of all rows, the row with the worst one, its Comparison, mean spread)
@@ -191,7 +193,8 @@ class Prover:
 
     Args:
         verifier: whose head is used.
-        said: row id -> {k: {token: log-probability}} of rows that asked with their request; taken out when used.
+        said: row id -> {k: {token: log-probability}} of rows that asked with their request; taken out when
+            used.
         rows: rows checked over the whole vocabulary; later shards get the cheaper comparison.
         ask: (token ids, prompt length) -> the same for a row that did not ask, for shards without any.
         threads: of the matrix products.
@@ -231,15 +234,15 @@ class Prover:
         if not worst.passes(bounds):
             raise StageError(
                 f"state proof failed for {path}: final norm and head over the stored states of layer "
-                f"{store.layers[-1]} do not give the server's log-probabilities; worst row {row}: {worst}; allowed: "
-                f"median {bounds.median}, p99 {bounds.p99}. Likely causes: the last layer id is off by one, states of "
-                "requests are swapped, or the server wrote zeros. The shard was removed"
+                f"{store.layers[-1]} do not give the server's log-probabilities; worst row {row}: {worst}; "
+                f"allowed: median {bounds.median}, p99 {bounds.p99}. Likely causes: the last layer id is off by "
+                "one, states of requests are swapped, or the server wrote zeros. The shard was removed"
             )
         other = compare(self.head, [e.control for e in parts], parts, bounds.gap, spread)[0]
         if other.passes(bounds):
             raise StageError(
-                f"state proof of {path} proves nothing: layer {store.layers[-2]} passes it too ({other}), so one of "
-                f"it and layer {store.layers[-1]} is a copy of the other. The shard was removed"
+                f"state proof of {path} proves nothing: layer {store.layers[-2]} passes it too ({other}), so one "
+                f"of it and layer {store.layers[-1]} is a copy of the other. The shard was removed"
             )
         log.info("%s proved by %d rows: %s", shard.name, len(chosen), found)
         return {

@@ -1,17 +1,20 @@
-"""The state store, format "eagle3-states-1": few large shards, each named only when whole, and a manifest of them.
+"""The state store, format "eagle3-states-1": few large shards, named only when whole, and a manifest of them.
 
-A row with a prompt of p tokens and an answer of a tokens has n = p + a token ids and T = n - 1 states: the last token
-was never an input. Shard `shard-<part>-NNNNN.safetensors` holds N samples:
+A row with a prompt of p tokens and an answer of a tokens has n = p + a token ids and T = n - 1 states: the last
+token was never an input. Shard `shard-<part>-NNNNN.safetensors` holds N samples:
 
-    token_ids I32 [sum T + N]        sample i: offsets[i] + i : offsets[i + 1] + i + 1
-    prompt_lens I32 [N]              offsets I64 [N + 1], final_offsets I64 [N + 1]   (in states)
-    aux BF16 | F8_E4M3 [sum T, A, H] aux_scale F32 [sum T, A]   (fp8 only; value = fp8 * scale)
-    final BF16 | F8_E4M3 [sum F, H]  final_scale F32 [sum F]    (fp8 only); F = T - (p - 1): positions p - 1 .. T - 1
-    metadata                         format, dtype, layers, ids, splits, domains, sources, checksums (JSON lists)
+    token_ids    I32 [sum T + N]      of sample i: offsets[i] + i : offsets[i + 1] + i + 1
+    prompt_lens  I32 [N]
+    offsets, final_offsets            I64 [N + 1], in states
+    aux          BF16 | F8_E4M3 [sum T, A, H]
+    aux_scale    F32 [sum T, A]       fp8 only; value = fp8 * scale
+    final        BF16 | F8_E4M3 [sum F, H], F = T - (p - 1): positions p - 1 .. T - 1
+    final_scale  F32 [sum F]          fp8 only
+    metadata     format, dtype, layers, ids, splits, domains, sources, checksums (JSON lists)
 
-A checksum is xxh3_64 of ids | aux | aux_scale | final | final_scale. `manifest-<part>.jsonl` has a line per sealed
-shard, appended after the shard got its name: a shard without a line was never finished, a line without its whole
-shard is damage. Rows that were left out on purpose stand in the manifest too, so that a rerun does not redo them.
+A checksum is xxh3_64 of ids | aux | aux_scale | final | final_scale. `manifest-<part>.jsonl` has a line per
+sealed shard, appended after the shard got its name: a shard without a line was never finished, a line without its
+whole shard is damage. Rows that were left out on purpose stand in the manifest too; a rerun does not redo them.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ log = logging.getLogger("eagle3")
 
 FORMAT = "eagle3-states-1"
 SHARD_NAME = re.compile(r"shard-(\d+of\d+)-(\d{5,})\.safetensors")
-# Room for the header of a shard, written last. 128 KiB hold about 1,200 samples; a shard that runs out is sealed.
+# Room for the header of a shard, written last. 128 KiB hold about 1,200 samples; a shard that runs out is
+# sealed.
 HEADER_ROOM = 128 * 1024
 BASE = 8 + HEADER_ROOM
 FP8_MAX = 448.0
@@ -198,7 +202,7 @@ def disk_full(folder: Path, needed: int, reserve: int = 0) -> DiskFull:
 REPAIR_HINT = "run 03_extract_hidden.py: it drops what is broken and redoes just these rows"
 
 
-# --- reading ---------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 class _Files:
@@ -238,7 +242,8 @@ class _Files:
 
 
 def read_header_of(path: Path) -> dict[str, tuple]:
-    """Header of any safetensors file: name -> (dtype, shape, first byte in the file, bytes); "" is its metadata.
+    """Header of any safetensors file: name -> (dtype, shape, first byte in the file, bytes); "" is its
+    metadata.
 
     Raises:
         ValueError: not a whole safetensors file.
@@ -288,7 +293,8 @@ class Store:
         shards: by name.
         samples: every sample, in the order of the manifests.
         dropped: rows left out on purpose: id -> {"id", "split", "domain", "reason", "input", ...}.
-        dtype, layers, hidden_size: "bf16" or "fp8"; the auxiliary layer ids and the final one; values per state.
+        dtype, layers, hidden_size: "bf16" or "fp8"; the auxiliary layer ids and the final one; values per
+            state.
     """
 
     def __init__(self, folder: Path):
@@ -339,8 +345,8 @@ class Store:
             ids = {info.id for info in shard.samples}
             if double := seen & ids:
                 raise StageError(
-                    f"{store.folder / shard.name} repeats {len(double)} rows of other shards (first: {min(double)}): "
-                    "these parts overlap; delete one of the two and its manifest line"
+                    f"{store.folder / shard.name} repeats {len(double)} rows of other shards (first: "
+                    f"{min(double)}): parts overlap; delete one of the two and its manifest line"
                 )
             seen |= ids
         return store, problems
@@ -391,7 +397,7 @@ class Store:
         return sorted((s for s in self.samples if s.split in splits), key=lambda s: s.id)
 
     def digest(self, *splits: str) -> str:
-        """sha256 over sorted (id, checksum): what the states of these splits are, whatever shards they lie in."""
+        """sha256 over sorted (id, checksum): what the states of these splits are, wherever they lie."""
         chosen = self.select(*(splits or SPLITS))
         return sha256("\n".join(f"{s.id} {s.checksum}" for s in chosen).encode()).hexdigest()
 
@@ -435,12 +441,13 @@ class Store:
     ) -> None:
         """Read stored bytes straight into the caller's buffers; the GIL is released while they are copied.
 
-        Any buffer may be left out. A buffer is a contiguous, writable CPU tensor (pinned or not), numpy array or
-        memoryview; as many rows are read as fit into it, beginning with `aux_first` / `final_first`.
+        Any buffer may be left out. A buffer is a contiguous, writable CPU tensor (pinned or not), numpy array
+        or memoryview; as many rows are read as fit into it, beginning with `aux_first` / `final_first`.
 
         Args:
-            aux_out: rows of A * H values in the store's dtype (bf16: 2 bytes, fp8: 1 byte each). State k of the row
-                is the one after token k; pass T - 1 rows to leave out the last state, which training never reads.
+            aux_out: rows of A * H values in the store's dtype (bf16: 2 bytes, fp8: 1 byte each). State k of
+                the row is the one after token k; pass T - 1 rows to leave out the last state, which training
+                never reads.
             aux_scale_out: fp8 only, rows of A float32.
             final_out: rows of H values; row 0 is position prompt - 1, row F - 1 position T - 1.
             final_scale_out: fp8 only, a float32 per row.
@@ -515,11 +522,11 @@ class Store:
         if self.checksum(info) != info.checksum:
             raise StageError(
                 f"{self.folder / info.shard}: row {info.id} is not what was sealed (checksum); "
-                "03_extract_hidden.py --check --deep lists all such shards, a plain rerun after it redoes them"
+                "03_extract_hidden.py --check --deep lists all such shards, --deep alone redoes their rows"
             )
 
     def drop(self, names: list[str]) -> None:
-        """Delete shards: first their manifest lines, durably, then the files. What was dropped stays noted."""
+        """Delete shards: first their manifest lines, durably, then the files. Dropped rows stay noted."""
         names = set(names)
         for manifest in sorted(self.folder.glob("manifest-*.jsonl")):
             lines = list(_lines(manifest))
@@ -546,11 +553,12 @@ class Store:
 
 
 def reconcile(folder: Path, part: str) -> tuple[Store, dict[str, str]]:
-    """Open a folder for going on: leftovers of this part are removed, broken shards are dropped from the manifests.
+    """Open a folder for going on: leftovers of this part are removed, broken shards are dropped from the
+    manifests.
 
     Args:
-        part: whose unlisted shards are leftovers of a killed run; those of other parts are left alone, since their
-            manifest may still be on its way.
+        part: whose unlisted shards are leftovers of a killed run; those of other parts are left alone, since
+            their manifest may still be on its way.
 
     Returns:
         The store, and what was dropped or removed: name -> why.
@@ -595,20 +603,20 @@ def _shard(line: dict, part: str) -> Shard:
     samples, start, final_start = [], 0, 0
     for index, s in enumerate(line["samples"]):
         info = SampleInfo(
-            s["id"], s["split"], s["domain"], s["source"], s["tokens"], s["prompt"], s["checksum"], s["input"],
-            tuple(s["flags"]), line["shard"], index, start, final_start,
+            s["id"], s["split"], s["domain"], s["source"], s["tokens"], s["prompt"], s["checksum"],
+            s["input"], tuple(s["flags"]), line["shard"], index, start, final_start,
         )  # fmt: skip
         samples.append(info)
         start, final_start = start + info.states, final_start + info.finals
     return Shard(line["shard"], line["bytes"], part, samples, line.get("proof"))
 
 
-# --- writing ---------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Open:
-    """A shard that is being filled: auxiliary states go to its temporary file, the small rest waits in memory."""
+    """A shard that is being filled: auxiliary states go to its temporary file, the rest waits in memory."""
 
     name: str
     tmp: Path
@@ -685,7 +693,8 @@ def _contiguous():
 
 
 class StoreWriter:
-    """Appends samples to shards of one part; sealing runs in the background. `begin` and slots are thread-safe.
+    """Appends samples to shards of one part; sealing runs in the background. `begin` and slots are
+    thread-safe.
 
     Args:
         folder: 03_hidden.
@@ -695,8 +704,8 @@ class StoreWriter:
         dtype: "bf16" or "fp8".
         shard_bytes: a shard is sealed before it grows beyond this (a longer sample gets a shard of its own).
         reserve: bytes of the disk that stay free.
-        prove: called with (store of the one sealed shard, its Shard) before its manifest line is written; returns
-            what to note about it; a StageError from it removes the shard.
+        prove: called with (store of the one sealed shard, its Shard) before its manifest line is written;
+            returns what to note about it; a StageError from it removes the shard.
     """
 
     def __init__(
@@ -951,7 +960,7 @@ class StoreWriter:
         for info in shard.samples:
             if store.checksum(info) != info.checksum:
                 raise StageError(
-                    f"{tmp}: row {info.id} reads back with another checksum than was written: check disk and memory"
+                    f"{tmp}: row {info.id} does not read back as it was written: check disk and memory"
                 )
         store.close()
 

@@ -1,7 +1,7 @@
-"""A stand-in for vLLM in extraction mode: same requests, replies, files and locks, real states of a toy model.
+"""A stand-in for vLLM in extraction mode: its requests, replies, files and locks, real states of a toy model.
 
-Faults are planted by the test: `stub.spoil` changes states before they are written, `stub.refuse` answers a request
-with a status, `stub.write` replaces the writing of a file.
+Faults are planted by the test: `stub.spoil` changes states before they are written, `stub.refuse` answers a
+request with a status, `stub.write` replaces the writing of a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ToyModel:
 
     @torch.no_grad()
     def run(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [T, V] and states [T, layers + 1, H] (index k = after k layers, the last un-normed)."""
+        """Log-probabilities [T, V] and states [T, layers + 1, H]: index k = after k layers, last un-normed."""
         with self._lock:
             out = self.model(torch.tensor([ids]), output_hidden_states=True)
             states = torch.stack([h[0] for h in (*out.hidden_states[:-1], self._last)], 1)
