@@ -201,8 +201,8 @@ def texts(report: dict) -> list[str]:
     lines = [
         "## Are the answers the same?",
         "",
-        f"{report['looping_answers']} answers loop, {report['answers_at_limit']} end at the token limit. "
-        f"Acceptance length of the looping ones alone: "
+        f"Answers that loop: {report['looping_answers']}; that end at the token limit: "
+        f"{report['answers_at_limit']}. Acceptance length of the looping ones alone: "
         f"{number(report['only_looping_answers']['acceptance_length'])}.",
         "",
     ]

@@ -267,12 +267,14 @@ def closure(
 def warnings(result: dict, skipped: dict[str, int]) -> list[str]:
     """What a reader must not overlook."""
     found = []
-    for name, row in result["domains"].items():
-        if row["slower"]:
-            found.append(
-                f"the draft slows serving down in domain {name}: acceptance length "
-                f"{row['acceptance_length']:.2f}, expected {row['expected_speedup']:.2f}x"
-            )
+    slow = [
+        f"{name} ({row['acceptance_length']:.2f} tokens a step, {row['expected_speedup']:.2f}x)"
+        for name, row in result["domains"].items()
+        if row["slower"]
+    ]
+    if slow:
+        of = len(result["domains"])
+        found.append(f"the draft slows serving down in {len(slow)} of {of} domains: {', '.join(slow)}")
     for level, row in (result["concurrency"] or {}).items():
         if row["speedup"] < 1:
             found.append(f"the draft slows serving down at {level} in flight: {row['speedup']:.2f}x")
