@@ -13,6 +13,7 @@ Stop it at any time: TERM, INT and HUP save at the end of the step; the same com
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -328,6 +329,7 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
         folder=stage.run.train,
         checkpoints=Checkpoints(stage.run.train, stamp),
         vocab_map=vocab_map,
+        norm=copy.deepcopy(model.verifier_norm).to(device),  # FSDP will shard the model's own
         head=verifier.head().to(device),
         clip=settings.clip,
         warmup_steps=warmup,

@@ -90,12 +90,12 @@ def run_stage(parser: argparse.ArgumentParser, number: str, body: Callable[[Stag
         signal.signal(signum, _interrupt)
     try:
         stage = load_stage(number, args)
-        start_log(stage.run, number, quiet=args.check)
-        if not args.check:
+        first = os.environ.get("RANK", "0") == "0"  # of several training processes one keeps the books
+        start_log(stage.run, number, quiet=args.check or not first)
+        if not args.check and first:
             from eagle3.config import dump_recipe
 
-            if os.environ.get("RANK", "0") == "0":
-                progress.begin_file(stage.run.logs / f"{number}.progress.json")
+            progress.begin_file(stage.run.logs / f"{number}.progress.json")
             write_text(stage.run.path / "recipe.yaml", dump_recipe(stage.recipe))
             log.info("$ %s", shlex.join(["python", *sys.argv]))
         status = body(stage)
@@ -118,7 +118,7 @@ def run_stage(parser: argparse.ArgumentParser, number: str, body: Callable[[Stag
         else:
             traceback.print_exc()
     progress.end_file()
-    if stage and not args.check and stage.run.path.is_dir() and os.environ.get("RANK", "0") == "0":
+    if stage and not args.check and first and stage.run.path.is_dir():
         from eagle3.record import note_attempt
 
         note_attempt(

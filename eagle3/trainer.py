@@ -68,7 +68,8 @@ class Job:
 
     Attributes:
         folder: 04_train. checkpoints: its checkpoints.
-        vocab_map: the draft vocabulary. head: the verifier's whole head [V, H] on the training device.
+        vocab_map: the draft vocabulary.
+        norm, head: the verifier's final norm and whole head [V, H], on the training device.
         clip: gradient norm. constant: constant learning rate after warm-up (speculators has no such schedule).
         warmup_steps, total_steps: optimizer steps.
         val_every: steps between validations, None: once per epoch. log_every: steps between lines of metrics.jsonl.
@@ -81,6 +82,7 @@ class Job:
     folder: Path
     checkpoints: Checkpoints
     vocab_map: VocabMap
+    norm: torch.nn.Module
     head: torch.Tensor
     clip: float
     warmup_steps: int
@@ -394,6 +396,8 @@ class DraftTrainer(Trainer):
             dist.all_reduce(loss)
             walks = _gather_walks(walks)
         self.model.train()
+        if hasattr(self.model, "reshard"):  # FSDP leaves the root whole after a forward without a backward
+            self.model.reshard()
         accuracy = conditional(sums)
         found = {
             "conditional_accuracy": accuracy,
@@ -412,7 +416,7 @@ class DraftTrainer(Trainer):
             at += n
 
     def _matches(self, batch: Batch, drafts: list[torch.Tensor], keep: bool):
-        top1 = self.top1.of(batch, self.inner.verifier_norm, self.job.head, keep)
+        top1 = self.top1.of(batch, self.job.norm, self.job.head, keep)
         return matches(drafts, top1, batch.loss_mask[0], self.kept)
 
     def _validate(self) -> bool:
