@@ -84,12 +84,14 @@ def saved_per_token(recipe, hidden: int, draft_vocab: int, frozen: str = "bf16")
         "mlp_input": layers * (norm + 2 * h),
         # gate, silu(gate), up, and their product
         "mlp": layers * 4 * 2 * d.intermediate_size,
-        "output_norm": norm + (2 * h if recipe.draft.train_head else 0),
+        "head_input": 2 * h if recipe.draft.train_head else 0,
         # float32 log-probabilities of the draft and probabilities of the verifier
         "loss": 2 * 4 * draft_vocab,
         "rotary_table": 2 * stream * d.head_dim,
     }
     once = {
+        # the output norm of a step and the hidden norm of the next read the same values: one of both counts
+        "output_norms": norm if frozen == "bf16" else (4 * t + stream) * h,
         # step k attends to the keys and values of steps 1..k, each kept as one concatenation
         "keys_and_values": layers * t * (t + 1) / 2 * 2 * 2 * kv,
         "auxiliary_states": 3 * 2 * h,
