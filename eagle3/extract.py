@@ -474,7 +474,7 @@ class Client:
 
 @dataclass
 class Answer:
-    """What a server said about one row: all ids, the ending, path of the states, log-probabilities if asked."""
+    """What a server said about one row: all ids, how it ended, path of states, log-probabilities."""
 
     ids: list[int]
     prompt: int

@@ -183,7 +183,7 @@ class Work:
         )  # fmt: skip
 
     def _next_prompt(self):
-        """Renderer of the next turn of a chat whose earlier answers are the verifier's own, made when needed."""
+        """Renderer of the next turn of chats whose earlier answers are the verifier's own."""
         made, lock = [], threading.Lock()
 
         def render(history: dict, answers: list[list[int]]) -> list[int]:
@@ -282,7 +282,7 @@ class Work:
             self._progress.update(1, f", {rate:.0f} tok/s")
 
     def _note(self, row, err: RowFailed, kind: str) -> None:
-        """Count and write down a row that is not stored; raises StageError when nothing but failures comes."""
+        """Count and write down a row that is not stored; raises StageError if nothing but failures comes."""
         with self._lock:
             (self.dropped if kind == "dropped" else self.failed)[err.reason] += 1
             entry = {
@@ -302,7 +302,7 @@ class Work:
             self._streak += 1
             if self._streak >= FAILURE_STREAK:
                 raise StageError(
-                    f"{self._streak} rows one after the other failed, the last: {err}; see {self._failures.name}"
+                    f"{self._streak} rows in a row failed, the last: {err}; see {self._failures.name}"
                 )
 
     def refuse_failures(self) -> None:
@@ -311,8 +311,8 @@ class Work:
         if count > allowed:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.failed.most_common())
             raise StageError(
-                f"{count} rows failed ({reasons}), states.max_failed allows {allowed}; first: {self.example}. "
-                f"All others are stored; a rerun retries just these; see {self._failures.name}"
+                f"{count} rows failed ({reasons}), states.max_failed allows {allowed}; first: "
+                f"{self.example}. All others are stored, a rerun retries just these; {self._failures.name}"
             )
 
     def layer_norms(self) -> dict | None:

@@ -235,14 +235,14 @@ class Prover:
             raise StageError(
                 f"state proof failed for {path}: final norm and head over the stored states of layer "
                 f"{store.layers[-1]} do not give the server's log-probabilities; worst row {row}: {worst}; "
-                f"allowed: median {bounds.median}, p99 {bounds.p99}. Likely causes: the last layer id is off by "
-                "one, states of requests are swapped, or the server wrote zeros. The shard was removed"
+                f"allowed: median {bounds.median}, p99 {bounds.p99}. Likely causes: the last layer id is off "
+                "by one, states of requests are swapped, or the server wrote zeros. The shard was removed"
             )
         other = compare(self.head, [e.control for e in parts], parts, bounds.gap, spread)[0]
         if other.passes(bounds):
             raise StageError(
-                f"state proof of {path} proves nothing: layer {store.layers[-2]} passes it too ({other}), so one "
-                f"of it and layer {store.layers[-1]} is a copy of the other. The shard was removed"
+                f"state proof of {path} proves nothing: layer {store.layers[-2]} passes it too ({other}), so "
+                f"it and layer {store.layers[-1]} are the same. The shard was removed"
             )
         log.info("%s proved by %d rows: %s", shard.name, len(chosen), found)
         return {

@@ -1,7 +1,7 @@
 """The state store, format "eagle3-states-1": few large shards, named only when whole, and a manifest of them.
 
-A row with a prompt of p tokens and an answer of a tokens has n = p + a token ids and T = n - 1 states: the last
-token was never an input. Shard `shard-<part>-NNNNN.safetensors` holds N samples:
+A row with a prompt of p tokens and an answer of a tokens has n = p + a token ids and T = n - 1 states: the
+last token was never an input. Shard `shard-<part>-NNNNN.safetensors` holds N samples:
 
     token_ids    I32 [sum T + N]      of sample i: offsets[i] + i : offsets[i + 1] + i + 1
     prompt_lens  I32 [N]
@@ -13,8 +13,8 @@ token was never an input. Shard `shard-<part>-NNNNN.safetensors` holds N samples
     metadata     format, dtype, layers, ids, splits, domains, sources, checksums (JSON lists)
 
 A checksum is xxh3_64 of ids | aux | aux_scale | final | final_scale. `manifest-<part>.jsonl` has a line per
-sealed shard, appended after the shard got its name: a shard without a line was never finished, a line without its
-whole shard is damage. Rows that were left out on purpose stand in the manifest too; a rerun does not redo them.
+sealed shard, appended after the shard got its name: a shard without a line was never finished, a line without
+its whole shard is damage. Rows left out on purpose stand in the manifest too; a rerun does not redo them.
 """
 
 from __future__ import annotations
@@ -732,6 +732,7 @@ class StoreWriter:
         # Two at once: one waits for the disk while the other is read back. More would only hold memory.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="seal")
         self._room = threading.Semaphore(3)
+        self._waiting = 0
         self._sealing: list[Future] = []
 
     def begin(self, token_ids: list[int], prompt: int) -> Slot:
@@ -745,8 +746,10 @@ class StoreWriter:
             raise ValueError(f"a sample of {len(token_ids)} tokens can't have a prompt of {prompt}")
         self._raise_failed()
         size = sample_bytes(len(token_ids), prompt, len(self.layers) - 1, self.hidden, self.dtype)
-        if shutil.disk_usage(self.folder).free < size + HEADER_ROOM + self.reserve:
-            raise disk_full(self.folder, size + HEADER_ROOM, self.reserve)
+        # Final states wait in memory until their shard is sealed; the disk must hold them too.
+        needed = size + self._waiting + HEADER_ROOM
+        if shutil.disk_usage(self.folder).free < needed + self.reserve:
+            raise disk_full(self.folder, needed, self.reserve)
         while True:
             with self._lock:
                 if self._open and not self._fits(self._open, size):
@@ -764,8 +767,12 @@ class StoreWriter:
         """Store one sample that lies in memory: states bf16 [T, A + 1, H]; `entry` as for Slot.commit."""
         slot = self.begin(token_ids, prompt)
         step = max(1, CHUNK_BYTES // (states.shape[1] * self.hidden * 2))
-        for at in range(0, len(states), step):
-            slot.write(states[at : at + step])
+        try:
+            for at in range(0, len(states), step):
+                slot.write(states[at : at + step])
+        except BaseException:
+            slot.abort()
+            raise
         return slot.commit(**entry)
 
     def drop(self, entry: dict) -> None:
@@ -829,6 +836,7 @@ class StoreWriter:
         shard.slots.append(slot)
         shard.states += slot.states
         shard.bytes += size
+        self._waiting += size - slot.states * self.state_bytes
         # Until the entry is known, room for an ordinary one; _settle corrects it.
         shard.header += 400
         shard.pending += 1
@@ -888,6 +896,8 @@ class StoreWriter:
         finally:
             os.close(shard.fd)
             shard.tmp.unlink(missing_ok=True)
+            with self._lock:
+                self._waiting -= shard.bytes - shard.states * self.state_bytes
             self._room.release()
 
     def _compact(self, shard: _Open) -> list[Slot]:

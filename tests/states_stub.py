@@ -36,7 +36,7 @@ class ToyModel:
 
     @torch.no_grad()
     def run(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [T, V] and states [T, layers + 1, H]: index k = after k layers, last un-normed."""
+        """Log-probabilities [T, V] and states [T, layers + 1, H]: k = after k layers, last un-normed."""
         with self._lock:
             out = self.model(torch.tensor([ids]), output_hidden_states=True)
             states = torch.stack([h[0] for h in (*out.hidden_states[:-1], self._last)], 1)
