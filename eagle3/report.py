@@ -85,6 +85,15 @@ class Run:
         settings = {k: v for k, v in {**self.settings, **self.setup(), **more}.items() if v}
         return command(settings, words)
 
+    def look(self) -> str:
+        """The status command; the run directory knows the rest."""
+        return command({**self.setup(), "RUN_DIR": self.settings["RUN_DIR"]}, "status")
+
+    def exports(self, **more: str) -> str:
+        """The variables of this run for several commands in one block."""
+        settings = {k: v for k, v in {**self.settings, **self.setup(), **more}.items() if v}
+        return "export " + " ".join(f"{k}={shlex.quote(v)}" for k, v in settings.items())
+
 
 # --- small parts ----------------------------------------------------------------------------------------
 
@@ -179,9 +188,9 @@ def how_to_go_on(r: Run) -> list[str]:
     lines = ["## How to go on", "", f"{where} {needs}", ""]
     cd = f"cd {shlex.quote(to_root(r.run))}" + ("   # from the folder of this file" if inside else "")
     if r.status["working"]:
-        lines += ["Somebody is working on this run right now; look with:", "", *bash(cd, r.again("status"))]
+        lines += ["Somebody is working on this run right now; look with:", "", *bash(cd, r.look())]
     elif r.finished:
-        lines += ["Nothing is left to do. To see where it stands:", "", *bash(cd, r.again("status"))]
+        lines += ["Nothing is left to do. To see where it stands:", "", *bash(cd, r.look())]
     else:
         lines += [
             "This command continues the run. Finished work is kept; only what is missing is done. It may be "
@@ -190,7 +199,7 @@ def how_to_go_on(r: Run) -> list[str]:
             *bash(cd, *go_on(r)),
             "It ends with `all stages done` and the figures. In another terminal, at any time:",
             "",
-            *bash(r.again("status")),
+            *bash(r.look()),
             "On another machine: copy the whole folder and put another PROFILE (`configs/profiles/`) into "
             "the command; nothing else changes.",
             "",
@@ -219,10 +228,8 @@ def what_was_done(r: Run) -> list[str]:
         ])  # fmt: skip
     texts = [f"- **{n}** `{SCRIPTS[n]}`: {text}" for n, text in STAGE_TEXTS.items()]
     head = ["stage", "state", "time, all attempts", "peak memory", "result"]
-    loads = r.book["servers"]
-    servers = (
-        f"The verifier was started {len(loads)} time(s)" if loads else "The verifier has not been started"
-    )
+    loads, up = r.book["servers"], [s for s in r.status["servers"] if s["state"] == "up"]
+    servers = f"The verifier was started {len(loads) + len(up)} time(s)"
     if big := max((s.get("peak_rss_bytes") or 0 for s in loads), default=0):
         servers += f"; it took up to {size(big)} of RAM"
     return ["## What was done", "", *markdown_table(head, rows), f"{servers}.", "", *texts, ""]
@@ -485,11 +492,11 @@ def next_steps(r: Run) -> list[str]:
     if isinstance(samples, int):
         more = str(samples * 10)
         out += [
-            f"2. **More data.** {samples} training rows are few or many by the learning curve: ten times as "
-            "many is the usual next size. Rows that are there stay; only new ones are extracted, then 04 to "
-            "06 are made anew.",
+            f"2. **More data.** This run has {samples} training rows; ten times as many is the usual next "
+            "size. Rows that are there stay, only new ones are extracted; then 04 to 06 are made anew. If "
+            "that is interrupted, `status` gives the command that goes on.",
             "",
-            *bash(r.again("plan", SAMPLES=more), r.again("", SAMPLES=more, FORCE="04,05,06")),
+            *bash(r.exports(SAMPLES=more), "./run_pipeline.sh plan", "FORCE=04,05,06 ./run_pipeline.sh"),
         ]
     else:
         out += [
@@ -498,8 +505,9 @@ def next_steps(r: Run) -> list[str]:
             "",
         ]
     out += ["3. **Train again on the same states**, for instance longer:", ""]
-    longer = " ".join(x for x in (r.settings.get("RECIPE_SET", ""), f"train.epochs={2 * epochs(r)}") if x)
-    out += bash(r.again("", FROM="04", FORCE="04,05,06", RECIPE_SET=longer))
+    kept = re.sub(r"(^| )train\.epochs=\S+", "", r.settings.get("RECIPE_SET", ""))
+    longer = f"{kept} train.epochs={2 * epochs(r)}".strip()
+    out += bash(r.exports(RECIPE_SET=longer), "FROM=04 FORCE=04,05,06 ./run_pipeline.sh")
     return out + hero(r)
 
 
