@@ -169,12 +169,12 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     """How the served draft is measured."""
 
-    sets: list[str] = Field(default_factory=lambda: ["heldout"], description="heldout, a name, or a JSONL")
+    sets: list[str] = Field(["heldout"], min_length=1, description="heldout, a name, or a JSONL")
     prompts_per_set: int | None = Field(None, gt=0)
     num_speculative_tokens: int = Field(3, gt=0)
     max_tokens: int
-    temperatures: list[float] = Field(default_factory=lambda: [0.0])
-    concurrency: list[int] = Field(default_factory=lambda: [1, 4])
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
+    concurrency: list[Annotated[int, Field(gt=0)]] = Field([1, 4], min_length=1)
     repeats: int = Field(3, gt=0)
     timed_prompts: int | None = Field(None, gt=0, description="prompts per timed repeat; null: all")
     timed_tokens: int | None = Field(None, gt=0, description="tokens of a timed answer; null: max_tokens")
