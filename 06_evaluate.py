@@ -152,7 +152,7 @@ def build_report(stage: Stage, verifier, bench: Bench, materials: list, skipped:
         "loads": bench.loads,
         "profile": stage.profile.name,
         **results[0],
-        "compared": results[1:] and [{**r, "why": r["why"]} for r in results],
+        "compared": results if len(results) > 1 else [],
     }
 
 

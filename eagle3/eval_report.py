@@ -130,8 +130,9 @@ def speeds(m: Material, out: dict, why: dict[str, str]) -> dict:
         level["alternating"] = m.alternating
     found = {"concurrency": levels or None, "lengths": None, "best_num_speculative_tokens": None}
     rates = out["acceptance_rate_per_position"]
-    if not levels:
-        why.setdefault("concurrency", "no timed repeats")
+    if "1" not in levels:
+        for name in ("lengths.speedup", "domains.speedup"):
+            why[name] = "evaluate.concurrency has no 1"
     if rates is None:
         why.setdefault("lengths", why["acceptance_length"])
         return found

@@ -699,6 +699,14 @@ def test_no_load_is_spent_on_a_draft_that_slows_serving_down_at_any_length(world
     assert len(world.started) == 2 and any("slows serving down" in w for w in world.report["warnings"])
 
 
+def test_without_one_request_in_flight_speed_by_domain_and_length_is_null_with_a_reason(world):
+    world.settings += ["evaluate.concurrency=[2]"]
+    assert world.run() == 0
+    r = world.report
+    assert r["domains"]["chat"]["speedup"] is None and r["lengths"][2]["speedup"] is None
+    assert {"lengths.speedup", "domains.speedup"} <= set(r["why"])
+
+
 def test_temperatures_above_zero_send_the_recipes_sampling(world):
     world.settings += ["evaluate.temperatures=[0.0, 0.7]", "answers.top_p=0.9"]
     assert world.run() == 0
