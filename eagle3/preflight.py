@@ -122,7 +122,7 @@ def check_versions(profile) -> list[str]:
 
 
 def check_patches(profile) -> list[str]:
-    """The CPU fixes of patches/ refuse versions they were never tried with; asked here, without importing them."""
+    """The CPU fixes of patches/ refuse versions they were never tried with; asked here without an import."""
     bad = []
     for name, project in CPU_PATCHES.items() if profile.cpu else ():
         tree = ast.parse((ROOT / "patches" / name).read_text(encoding="utf-8"))

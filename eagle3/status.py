@@ -198,7 +198,7 @@ def stage_line(number: str, s: dict) -> str:
         meter = f"{s['what']}: {s['n']:,}/{s['total']:,} {s['unit']}s"
         meter += f", {s['rate']:.3g} {s['unit']}s/s" if s.get("rate") else ""
         meter += f", eta {duration(s['eta_seconds'])}" if s.get("eta_seconds") is not None else ""
-        parts.append(meter + (f", {s['note']}" if s.get("note") else ""))
+        parts.append(meter + (f", {s['note'].strip(' ,')}" if s.get("note") else ""))
     parts += [s[k] for k in ("reached", "error") if s.get(k)]
     return f"  {number} {s['stage'][3:]:<9} {s['state']:<12}{'; '.join(parts)}".rstrip()
 
