@@ -2,13 +2,15 @@
 """Train the draft on stored states.
 
 Reads 03_hidden/ (splits train, val, heldout) and the verifier's embedding, final norm and head. Writes into
-04_train/: vocab_map.safetensors, step-NNNNNN/ (newest two and best), best -> step-NNNNNN, metrics.jsonl, curve.png,
+04_train/: vocab_map.safetensors, step-NNNNNN/ (newest two and best), best -> step-NNNNNN, metrics.jsonl,
+    curve.png,
 stage.json.
 
     python 04_train.py --run-dir runs/smollm2-135m-all
     torchrun --nproc-per-node 8 04_train.py --run-dir DIR          (or accelerate launch --multi_gpu)
 
-Stop it at any time: TERM, INT and HUP save at the end of the step; the same command continues on the next batch.
+Stop it at any time: TERM, INT and HUP save at the end of the step; the same command continues on the next
+batch.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from eagle3.record import StageRecord, differences, file_sha256, files_of
 
 log = logging.getLogger("eagle3")
 
-# Keys of `train` that change how a run is watched, saved or spread over machines, but not what comes out of it;
-# init_from counts by the content of the draft it names.
+# Keys of `train` that change how a run is watched, saved or spread over machines, but not what comes out of
+# it; init_from counts by the content of the draft it names.
 NOT_IDENTITY = ("log_every", "logger", "checkpoint_minutes", "checkpoint_steps", "shard", "init_from")
+
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def parser():
@@ -109,7 +114,8 @@ def train(stage: Stage, record: StageRecord, store, verifier) -> str:
     return "done"
 
 
-# --- set-up -----------------------------------------------------------------------------------------------------
+# --- set-up
+# -----------------------------------------------------------------------------------------------------
 
 
 def identity_of(stage: Stage, store, verifier) -> dict:
@@ -132,7 +138,7 @@ def identity_of(stage: Stage, store, verifier) -> dict:
 
 
 def draft_folder(given: str) -> Path:
-    """The checkpoint folder that `init_from` means: itself, or the best one of a 04_train or a run directory."""
+    """The checkpoint folder `init_from` means: itself, or the best one of a 04_train or run directory."""
     path = Path(given)
     for folder in (path, path / "best", path / "04_train" / "best"):
         if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
@@ -157,7 +163,7 @@ def made_here(folder: Path) -> list[Path]:
 
 
 def prepare_torch() -> None:
-    """Patches on a CPU, matmul precision on a GPU; refuses launchers that would silently do something else."""
+    """Patches on a CPU, matmul precision on a GPU; refuses launchers that would do something else."""
     from eagle3.trainer import refuse_other_launchers
 
     refuse_other_launchers()
@@ -172,7 +178,7 @@ def prepare_torch() -> None:
 
 
 def autocasts() -> bool:
-    """bf16 autocast pays on GPUs and on CPUs with bf16 units; elsewhere it is several times slower than float32."""
+    """bf16 autocast pays on GPUs and on CPUs with bf16 units; elsewhere float32 is several times faster."""
     import torch
 
     if torch.accelerator.is_available():
@@ -202,7 +208,8 @@ def vocabulary(stage: Stage, store, verifier, infos: list):
         vocab_map = vocab.load_map(source)
         if len(vocab_map.d2t) != size or len(vocab_map.t2d) != verifier.vocab_size:
             raise ConfigError(
-                f"{source} keeps {len(vocab_map.d2t)} of {len(vocab_map.t2d)} ids, the recipe asks for {size} of "
+                f"{source} keeps {len(vocab_map.d2t)} of {len(vocab_map.t2d)} ids, the recipe asks for "
+                f"{size} of "
                 f"{verifier.vocab_size}: set draft.vocab_size to the starting draft's"
             )
         vocab_map.coverage = vocab.coverage(vocab_map, counts)
@@ -226,9 +233,9 @@ def make_model(stage: Stage, vocab_map, verifier, attention: str, autocast: bool
     config = draft.build_config(recipe, verifier, attention)
     if recipe.train.init_from:
         folder = draft_folder(recipe.train.init_from)
-        skip = ("speculators_config", "speculators_version", "transformers_version", "architectures")
+        keys = ("transformer_layer_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", *FLAGS)
         found, wanted = (
-            {k: v for k, v in json.loads(c.to_json_string()).items() if k not in skip}
+            {key: json.loads(c.to_json_string()).get(key) for key in keys}
             for c in (draft.read_config(folder), config)
         )
         if changed := differences(found, wanted):
@@ -245,7 +252,8 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
     """Feeds, model, TrainerConfig, and the trainer that ties them together.
 
     Raises:
-        StageError: no sample with a supervised token. ConfigError: rows too short, or not a whole number of blocks.
+        StageError: no sample with a supervised token. ConfigError: rows too short, or not a whole number of
+            blocks.
     """
     import torch
     from speculators.losses import resolve_loss_config
@@ -273,7 +281,8 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
             log.info("%s: %d samples without a supervised token left out", split, empty)
     if not infos["train"]:
         raise StageError(
-            f"{store.folder} has no training sample with a supervised token (an answer of two tokens or more): "
+            f"{store.folder} has no training sample with a supervised token (an answer of two tokens or "
+            "more): "
             "look at the counts in 01_prepare/stage.json and 03_hidden/stage.json"
         )
     if rank == 0:
@@ -320,10 +329,7 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
         "identity": identity,
         "vocabulary": vocab_map.fingerprint,
         "frozen": frozen_fingerprints(model),
-        "flags": {
-            k: getattr(model.config, k)
-            for k in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        },
+        "flags": {key: getattr(model.config, key) for key in FLAGS},
     }
     job = Job(
         folder=stage.run.train,
@@ -366,32 +372,39 @@ def describe(trainer, infos: dict, lengths: list[int], autocast: bool) -> None:
     plan, job = trainer.train_loader.plan(0), trainer.job
     rows = sum(-(-len(s.rows) // trainer.world) for s in plan)
     cover = job.vocab_map.coverage
+    lowest = sorted(cover.get("domains", {}).items(), key=lambda item: item[1])
     log.info(
         "draft vocabulary %d of %d ids: %.2f %% of %d answer tokens (lowest: %s)",
-        len(job.vocab_map.d2t), len(job.vocab_map.t2d), 100 * cover.get("overall", 0), cover.get("answer_tokens", 0),
-        ", ".join(f"{k} {v:.1%}" for k, v in sorted(cover.get("domains", {}).items(), key=lambda x: x[1])[:3]),
+        len(job.vocab_map.d2t), len(job.vocab_map.t2d), 100 * cover.get("overall", 0),
+        cover.get("answer_tokens", 0),
+        ", ".join(f"{k} {v:.1%}" for k, v in lowest[:3]),
     )  # fmt: skip
     log.info(
-        "%d samples, %d validation, %d held out; %d tokens an epoch in %d steps of %.1f rows; %d steps in all",
-        len(infos["train"]), len(infos["val"]), len(infos["heldout"]), sum(s.tokens for s in plan), lengths[0],
+        "%d samples, %d validation, %d held out; %d tokens an epoch in %d steps of %.1f rows; %d steps in "
+        "all",
+        len(infos["train"]), len(infos["val"]), len(infos["heldout"]), sum(s.tokens for s in plan),
+        lengths[0],
         rows / len(plan), job.total_steps,
     )  # fmt: skip
     log.info(
         "%.1f M trainable parameters in float32, %s on %s x %d, %d threads, attention %s",
-        sum(p.numel() for p in trainable(trainer.model).values()) / 1e6, "bf16 autocast" if autocast else "float32",
+        sum(p.numel() for p in trainable(trainer.model).values()) / 1e6,
+        "bf16 autocast" if autocast else "float32",
         trainer.device.type, trainer.world, torch.get_num_threads(),
         trainer.inner.config.transformer_layer_config._attn_implementation,
     )  # fmt: skip
 
 
-# --- results ----------------------------------------------------------------------------------------------------
+# --- results
+# ----------------------------------------------------------------------------------------------------
 
 
 def measure_heldout(trainer, stage: Stage, store) -> dict:
     """Walk over the stored held-out answers as chain serving does, with the best checkpoint."""
     chain = trainer.job.chain
     result = {
-        "num_speculative_tokens": chain, "rows": 0, "drafts": 0, "accepted_per_position": None, "acceptance_length": None,
+        "num_speculative_tokens": chain, "rows": 0, "drafts": 0, "accepted_per_position": None,
+        "acceptance_length": None,
         "conditional_accuracy": None, "expected_acceptance_length": None, "domains": {},
         "states": store.digest("heldout"), "why": "03_hidden holds no held-out answers",
     }  # fmt: skip
@@ -450,7 +463,7 @@ def finish(record: StageRecord, folder: Path, trainer, heldout: dict) -> None:
     log.info(
         "best: step %d, expected acceptance length %s on validation; held-out answers, walked as served: %s",
         best, "not measured" if expected is None else f"{expected:.3f}",
-        f"{heldout['acceptance_length']:.3f} over {heldout['drafts']} drafts" if heldout["drafts"] else heldout["why"],
+        f"{heldout['acceptance_length']:.3f} in {heldout['drafts']} drafts" if heldout["drafts"] else heldout["why"],
     )  # fmt: skip
 
 

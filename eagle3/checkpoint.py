@@ -1,10 +1,11 @@
-"""Checkpoints of 04: step-NNNNNN folders that are whole or do not count, and how training state becomes files.
+"""Checkpoints of 04: step-NNNNNN folders that are whole or do not count, and how training state becomes
+files.
 
     config.json         Eagle3SpeculatorConfig
     model.safetensors   trainable tensors, float32, speculators' names
-    state.pt            optimizer moments by tensor name, schedules, random state, position in the data, best so far
-    meta.json           step, epoch, identity, vocabulary and frozen tensors by fingerprint
-    COMPLETE            written last: name -> bytes of the others
+    state.pt            optimizer moments by tensor name, schedules, random state, position in the data, best
+    so far meta.json           step, epoch, identity, vocabulary and frozen tensors by fingerprint COMPLETE
+    written last: name -> bytes of the others
 
 A folder is filled under a dotted name and renamed when whole. `best` is a relative link.
 """
@@ -71,7 +72,8 @@ class Checkpoints:
         """The newest whole checkpoint of this run; broken newer ones are named in the log.
 
         Raises:
-            ConfigError: it was made with another identity, vocabulary map or verifier; the differences are named.
+            ConfigError: it was made with another identity, vocabulary map or verifier; the differences are
+                named.
         """
         for path in self.all():
             if why := why_broken(path):
@@ -81,7 +83,8 @@ class Checkpoints:
             found = {key: meta.get(key) for key in self.stamp}
             if changed := differences(found, self.stamp):
                 raise ConfigError(
-                    f"{path} does not belong to this run: {'; '.join(changed)}. Rerun 04_train.py with --force to train "
+                    f"{path} does not belong to this run: {'; '.join(changed)}. Rerun 04_train.py with "
+                    "--force to train "
                     "anew, or choose another RUN_DIR"
                 )
             return path
@@ -111,7 +114,8 @@ class Checkpoints:
             fsync_dir(self.folder)
         except OSError as err:
             raise StageError(
-                f"could not write checkpoint {path}: {err.strerror}; {shutil.disk_usage(self.folder).free} bytes free; the "
+                f"could not write checkpoint {path}: {err.strerror}; {shutil.disk_usage(self.folder).free} "
+                "bytes free; the "
                 "one before it is kept"
             ) from None
         finally:
@@ -143,7 +147,8 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- training state as plain tensors ----------------------------------------------------------------------------
+# --- training state as plain tensors
+# ----------------------------------------------------------------------------
 
 
 def plain_name(name: str) -> str:
@@ -173,7 +178,7 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def optimizer_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[dict]:
-    """Per optimizer: {"state": {name: {key: tensor}}, "groups": hyperparameters}, whole tensors in their own dtype."""
+    """Per optimizer {"state": {name: {key: tensor}}, "groups": hyperparameters}; whole tensors."""
     import torch
 
     names = {p: n for n, p in trainable(model).items()}

@@ -1,7 +1,8 @@
-"""The draft model: speculators' Eagle3DraftModel built from the recipe, filled from the verifier's own tensors.
+"""The draft model: speculators' Eagle3DraftModel built from the recipe, filled from the verifier's own
+tensors.
 
-Speculators' own loader finds the verifier's tensors by name ending and fills gaps with guesses; here they come from
-eagle3.verifier, which finds them through the config or stops. Trainable weights are float32.
+Speculators' own loader finds the verifier's tensors by name ending and fills gaps with guesses; here they
+come from eagle3.verifier, which finds them through the config or stops. Trainable weights are float32.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def draft_size(recipe: Recipe, verifier: Verifier) -> int:
 
 
 def rope_parameters(verifier: Verifier) -> dict:
-    """The verifier's rotary embedding whole: base, scaling, and the mscale pair that yarn's magnitude hangs on.
+    """The verifier's rotary embedding whole: base, scaling, and the mscale pair that yarn's magnitude hangs
+    on.
 
     Raises:
         ConfigError: the verifier's config has none.
@@ -73,6 +75,7 @@ def build_config(recipe: Recipe, verifier: Verifier, attention: str = "sdpa") ->
     Raises:
         ConfigError: the verifier scales or caps its logits, which the training target does not reproduce.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -90,7 +93,7 @@ def build_config(recipe: Recipe, verifier: Verifier, attention: str = "sdpa") ->
             "sliding_window": draft.sliding_window,
             "layer_types": ["sliding_attention"] * draft.num_hidden_layers,
         }
-    layer = LlamaConfig(
+    geometry = dict(
         vocab_size=verifier.vocab_size,
         hidden_size=verifier.hidden_size,
         intermediate_size=draft.intermediate_size,
@@ -105,13 +108,18 @@ def build_config(recipe: Recipe, verifier: Verifier, attention: str = "sdpa") ->
         attention_bias=False,
         mlp_bias=False,
         tie_word_embeddings=False,
-        # Explicit, so that no class default (or a look-up through an image processor) decides: an EAGLE-3 draft has
-        # no mask token, pads with id 0 outside every document, and never zeroes an embedding row of the verifier.
+        # Explicit, so that no class default (or a look-up through an image processor) decides: an EAGLE-3
+        # draft has no mask token, pads with id 0 outside every document, and never zeroes an embedding row of
+        # the verifier.
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
         **window,
     )
+    try:
+        layer = LlamaConfig(**geometry)
+    except StrictDataclassError as err:
+        raise ConfigError(f"{recipe.path}: draft geometry: {err.__cause__ or err}") from None
     layer._attn_implementation = attention
     model = recipe.verifier.model
     hub_id = None if model.startswith(("pip:", "script:", "/", ".", "~")) or Path(model).exists() else model
@@ -145,12 +153,13 @@ def build_draft(
     frozen_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Eagle3DraftModel:
-    """A draft with fresh trainable weights (float32, a function of `seed` alone) and the verifier's frozen ones.
+    """A draft with fresh trainable weights (float32, a function of `seed` alone) and the verifier's frozen
+    ones.
 
     Args:
         train_head: train `lm_head`, which starts as the verifier's rows of the draft vocabulary.
-        frozen_dtype: dtype of frozen tensors; None keeps the verifier's (bf16). Autocast takes bf16 as it is; without
-            autocast it must be float32.
+        frozen_dtype: dtype of frozen tensors; None keeps the verifier's (bf16). Autocast takes bf16 as it is;
+            without autocast it must be float32.
     """
     import torch
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -171,7 +180,8 @@ def fill_frozen(
 ) -> None:
     """Put the verifier's embedding, final norm and head rows, and the vocabulary map, into a draft.
 
-    `lm_head` gets the head's rows too (frozen, or as the start of training); a trained one is loaded afterwards.
+    `lm_head` gets the head's rows too (frozen, or as the start of training); a trained one is loaded
+    afterwards.
 
     Raises:
         StageError: a size that does not fit.
@@ -198,8 +208,8 @@ def fill_frozen(
     model.lm_head.weight = (
         torch.nn.Parameter(rows.float().clone()) if train_head else model.verifier_lm_head.weight
     )
-    # The gain as it multiplies (1 + w for the Gemma family), so the plain norm class is right for every verifier;
-    # its epsilon is the verifier's, not the draft's.
+    # The gain as it multiplies (1 + w for the Gemma family), so the plain norm class is right for every
+    # verifier; its epsilon is the verifier's, not the draft's.
     model.verifier_norm.weight = torch.nn.Parameter(verifier.norm_weight(), requires_grad=False)
     model.verifier_norm.variance_epsilon = verifier.value("rms_norm_eps")
 
@@ -287,7 +297,8 @@ def load_draft(
     attention: str = "sdpa",
     frozen_dtype: torch.dtype | None = None,
 ) -> Eagle3DraftModel:
-    """A trained draft as it was: config and trained tensors from a checkpoint, the rest from map and verifier.
+    """A trained draft as it was: config and trained tensors from a checkpoint, the rest from map and
+    verifier.
 
     Args:
         checkpoint: 04_train/step-NNNNNN (or best).
@@ -300,7 +311,8 @@ def load_draft(
     config.transformer_layer_config._attn_implementation = attention
     if config.eagle_aux_hidden_state_layer_ids != verifier.layers:
         raise StageError(
-            f"{checkpoint}: trained on layers {config.eagle_aux_hidden_state_layer_ids}, the recipe says {verifier.layers}"
+            f"{checkpoint}: trained on layers {config.eagle_aux_hidden_state_layer_ids}, the recipe says "
+            f"{verifier.layers}"
         )
     model = build_draft(config, vocab_map, verifier, frozen_dtype=frozen_dtype)
     load_trainable(model, checkpoint)

@@ -2,12 +2,12 @@
 
 Speculators' model stays as it is; three of its openings are used.
 
-- Attention: in a packed row a position attends to its own document only, and from the second TTT step on to itself in
-  the later steps. "document_sdpa", registered with transformers, computes just that, where dense masks make every
-  position look at `TTT steps x row` others.
+- Attention: in a packed row a position attends to its own document only, and from the second TTT step on to
+  itself in the later steps. "document_sdpa", registered with transformers, computes just that, where dense
+  masks make every position look at `TTT steps x row` others.
 - Head: a pre-hook hands the head only the positions that the loss looks at (feed.py, `head_rows`).
-- Loss: KL divergence whose gradient is written down (softmax(draft) - target) instead of traced through five passes
-  over [positions, draft vocabulary].
+- Loss: KL divergence whose gradient is written down (softmax(draft) - target) instead of traced through five
+  passes over [positions, draft vocabulary].
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def document_attention(
     """Attention of one packed row at one TTT step.
 
     Args:
-        query: [1, heads, T, d]. key, value: [1, KV heads, (k + 1) * T, d], the T of each TTT step behind one another.
+        query: [1, heads, T, d]. key, value: [1, KV heads, (k + 1) * T, d], the T of each TTT step behind one
+            another.
         attention_mask: unused; `documents` says the same.
         documents: first and one past the last position of each document.
         sliding_window: the layer's window over the first T keys; later ones are only a position's own.
@@ -91,7 +92,7 @@ AttentionInterface.register(ATTENTION, document_attention)
 
 
 class _Kl(torch.autograd.Function):
-    """KL(softmax(targets) || softmax(logits)) per position; d/dlogits = softmax(logits) - softmax(targets)."""
+    """KL(softmax(targets) || softmax(logits)) per position; its gradient is the difference of the two."""
 
     @staticmethod
     def forward(ctx, logits, target_p, target_entropy):
@@ -108,7 +109,8 @@ class _Kl(torch.autograd.Function):
 class KlLoss:
     """speculators' `kl_div` for dense [1, S, D] logits and targets, for its `loss_config`.
 
-    The targets are one tensor, looked at from a later position at every TTT step, so its softmax is taken once.
+    The targets are one tensor, looked at from a later position at every TTT step, so its softmax is taken
+    once.
     """
 
     def __init__(self):

@@ -1,22 +1,24 @@
 """The feed: packed rows read straight from the store, ahead of the device that trains on them.
 
-An epoch is a list of optimizer steps, a step a set of samples, a row some of them behind one another. Which samples
-form which step is a function of (row ids, seed, epoch, tokens per step) and of nothing else: not of shards, not of the
-length or number of rows, not of the number of processes. Those only decide how a step's samples are spread.
+An epoch is a list of optimizer steps, a step a set of samples, a row some of them behind one another. Which
+samples form which step is a function of (row ids, seed, epoch, tokens per step) and of nothing else: not of
+shards, not of the length or number of rows, not of the number of processes. Those only decide how a step's
+samples are spread.
 
 One sample of T states (T + 1 tokens, prompt p) becomes T - 1 positions, speculators' `shift_batch`:
 
-    position j = 1 .. T - 1:  token x_j, auxiliary state g_(j-1), target state y_j (predicts x_(j+1)), position id j,
-                              supervised where j >= p: the first pair is (first answer token -> second answer token)
+    position j = 1 .. T - 1:  token x_j, auxiliary state g_(j-1), target state y_j (predicts x_(j+1)),
+                              position id j, supervised where j >= p: the first pair is (first answer token ->
+                              second answer token)
 
-At TTT step k the loss compares the draft's output at j with the target at j + k, across the end of a document too.
-So that those pairs never count, a document begins with at least `lead` = TTT steps - 1 unsupervised positions; where
-the prompt is shorter than that, padding (document -1) stands before it. The targets of unsupervised positions are
-never read from disk: they are zero.
+At TTT step k the loss compares the draft's output at j with the target at j + k, across the end of a document
+too. So that those pairs never count, a document begins with at least `lead` = TTT steps - 1 unsupervised
+positions; where the prompt is shorter than that, padding (document -1) stands before it. The targets of
+unsupervised positions are never read from disk: they are zero.
 
-Threads pread the bytes of whole samples into a few reusable host buffers (pinned for a GPU); one more thread copies
-finished rows to the device on a stream of its own and widens fp8 there. The trainer only takes finished rows; the time
-it waits for them is counted.
+Threads pread the bytes of whole samples into a few reusable host buffers (pinned for a GPU); one more thread
+copies finished rows to the device on a stream of its own and widens fp8 there. The trainer only takes
+finished rows; the time it waits for them is counted.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
     from eagle3.store import SampleInfo, Store
 
-# Samples a step may look ahead in the epoch's order for ones that still fit (less padding, the same for everybody).
+# Samples a step may look ahead in the epoch's order for ones that still fit (less padding, the same for
+# everybody).
 LOOK_AHEAD = 64
 
 
@@ -106,7 +109,8 @@ class Batch:
         targets: final states, [1, S, H], zero where unsupervised.
         loss_mask: bool [1, S].
         head_rows: int64 [S], the positions that the head is asked for; None: all of them.
-        row, step, last: what it is made of, its step's index in the epoch, whether it is this rank's last of the step.
+        row, step, last: what it is made of, its step's index in the epoch, whether it is this rank's last of
+        the step.
     """
 
     hidden_states: torch.Tensor
@@ -141,7 +145,8 @@ def usable(infos: list[SampleInfo], row_tokens: int, lead: int) -> tuple[list[Sa
     longest = max(kept, key=lambda i: i.states - 1 + gap(i, lead), default=None)
     if longest and (need := longest.states - 1 + gap(longest, lead)) > row_tokens:
         raise ConfigError(
-            f"row {longest.id} takes {need} positions, TRAIN_ROW_TOKENS is {row_tokens}: raise it in the profile (or "
+            f"row {longest.id} takes {need} positions, TRAIN_ROW_TOKENS is {row_tokens}: raise it in the "
+            "profile (or "
             "lower data.max_prompt_tokens or answers.max_tokens and run 01 anew)"
         )
     return kept, len(infos) - len(kept)
@@ -155,7 +160,8 @@ def epoch_order(infos: list[SampleInfo], seed: int, epoch: int) -> list[SampleIn
 def plan_steps(ordered: list[SampleInfo], budget: int, row_tokens: int, lead: int) -> list[Step]:
     """Cut an order of samples into optimizer steps of at most `budget` positions (at least one sample each).
 
-    A sample that no longer fits stays first in line for the next step, while up to LOOK_AHEAD later ones are tried.
+    A sample that no longer fits stays first in line for the next step, while up to LOOK_AHEAD later ones are
+    tried.
     """
     steps, waiting, rest = [], deque(), iter(ordered)
     waiting.extend(info for info, _ in zip(rest, range(LOOK_AHEAD)))
@@ -200,7 +206,7 @@ def rank_rows(step: Step, rank: int, world: int) -> list[Row]:
 
 
 class _Buffer:
-    """Host memory for one row: aux [T, A, H] and final [S, H] as stored, scales, and the small int64 tensors."""
+    """Host memory for one row: aux [T, A, H] and final [T, H] as stored, scales, small int64 tensors."""
 
     def __init__(self, rows: int, aux: int, hidden: int, fp8: bool, pinned: bool):
         import torch
@@ -227,8 +233,8 @@ class Feed:
         lead: unsupervised positions that a document begins with at least: TTT steps - 1.
         device: where rows go.
         compute: dtype of the states handed out: bfloat16 under autocast, else float32.
-        static: every row has `row_tokens` positions (a compiled model wants one shape); else rows end with their
-            last document.
+        static: every row has `row_tokens` positions (a compiled model wants one shape); else rows end with
+            their last document.
         compact: the head is asked only for supervised positions and the `lead` before them.
         threads, depth: readers, and rows in the making.
     """
@@ -277,7 +283,8 @@ class Feed:
     batch_sampler = None
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Rows of this rank from `first_step` of the epoch on, in order; closing the iterator stops the readers.
+        """Rows of this rank from `first_step` of the epoch on, in order; closing the iterator stops the
+        readers.
 
         Raises:
             StageError: a sample that can't be read or is not what was sealed; row and shard are named.
@@ -371,7 +378,8 @@ class Feed:
         scales = (None, None)
         if buffer.aux_scale is not None:
             scales = (buffer.aux_scale[where], buffer.final_scale[rows])
-        # Final state 0 belongs to position p - 1, whose prediction (the first answer token) a draft never makes.
+        # Final state 0 belongs to position p - 1, whose prediction (the first answer token) a draft never
+        # makes.
         store.read_raw(info, buffer.aux[where], scales[0], buffer.final[rows], scales[1], final_first=1)
         import torch
 
@@ -406,7 +414,8 @@ class Feed:
                 event = torch.cuda.Event()
                 event.record(stream)
         return Batch(
-            states.view(1, length, -1), ids[None], documents[None], positions[None], targets[None], mask[None],
+            states.view(1, length, -1), ids[None], documents[None], positions[None], targets[None],
+            mask[None],
             chosen, row, step, last,
         ), event  # fmt: skip
 
@@ -479,7 +488,7 @@ def _take(batch: Batch, event) -> None:
 
 
 def pairs(row: Row, store: Store) -> list[tuple[int, int, int]]:
-    """(input position, input token, target token) of every pair that adds to the loss at TTT step 0, for people and tests."""
+    """(position, input token, target token) of every pair that adds to the loss at TTT step 0."""
     found = []
     for piece in row.pieces:
         ids = store.token_ids(piece.info)
@@ -495,5 +504,8 @@ def diagnose(store: Store, row: Row) -> str | None:
             states = getattr(sample, name)
             if not states.float().isfinite().all():
                 bad = (~states.float().isfinite()).flatten(1).any(1).nonzero()[0]
-                return f"{store.folder / piece.info.shard}: row {piece.info.id} holds a non-finite {name} state ({int(bad)})"
+                return (
+                    f"{store.folder / piece.info.shard}: row {piece.info.id} holds a non-finite {name} "
+                    f"state ({int(bad)})"
+                )
     return None

@@ -1,6 +1,7 @@
 """How good a draft is, counted as serving counts: against the verifier's top token over its full head.
 
-A position whose top token lies outside the draft vocabulary is one the draft can't get right, so it counts as wrong.
+A position whose top token lies outside the draft vocabulary is one the draft can't get right, so it counts as
+wrong.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def matches(
         kept: verifier id of each draft id, int64 [D].
 
     Returns:
-        right, valid: bool [K, S]. Entry [k, s] is about the token that a chain started at s drafts for s + k; valid if
-        both are supervised (they then lie in one document: feed.py keeps documents K - 1 unsupervised positions apart).
+        right, valid: bool [K, S]. Entry [k, s] is about the token that a chain started at s drafts for s + k;
+        valid if both are supervised (they then lie in one document: feed.py keeps documents K - 1
+        unsupervised positions apart).
     """
     import torch
 
@@ -72,7 +74,7 @@ def matches(
 
 
 def chain_counts(right: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Chains that got as far as step k, and those of them that were right there: float64 [2, K] (tried, right)."""
+    """Chains that got as far as step k, and those of them right there: float64 [2, K] (tried, right)."""
     import torch
 
     alive = torch.cat([torch.ones_like(right[:1]), right[:-1].int().cumprod(0).bool()])
@@ -90,9 +92,9 @@ def expected_length(accuracy: list[float]) -> float:
     """Expected tokens per verify step of a chain: 1 + a0 + a0 a1 + a0 a1 a2 + ...
 
     With a_k the probability that the draft's token k is accepted given that those before it were, the product
-    a0 ... a_k is the probability that at least k + 1 are, and the sum of these is the expected number of accepted tokens;
-    one more comes from the verifier itself. (Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
-    Speculative Decoding", eq. 1, is the case of equal a_k: (1 - a^(n+1)) / (1 - a).)
+    a0 ... a_k is the probability that at least k + 1 are, and the sum of these is the expected number of
+    accepted tokens; one more comes from the verifier itself. (Leviathan, Kalman, Matias 2023, "Fast Inference
+    from Transformers via Speculative Decoding", eq. 1, is the case of equal a_k: (1 - a^(n+1)) / (1 - a).)
     """
     total, product = 1.0, 1.0
     for a in accuracy:
@@ -115,8 +117,8 @@ class Walk:
     def answer(self, right: list[list[bool]]) -> None:
         """Walk one answer as the server does.
 
-        The first draft starts at the first supervised position; r tokens in a row are right (at most `steps`); the
-        next draft starts r + 1 positions on, after the verifier's own token.
+        The first draft starts at the first supervised position; r tokens in a row are right (at most
+        `steps`); the next draft starts r + 1 positions on, after the verifier's own token.
 
         Args:
             right: [K][n], from `matches`, for the n supervised positions of one document.
@@ -142,7 +144,7 @@ class Walk:
 
 
 class Top1Cache:
-    """The verifier's top tokens of whole samples, computed once (a full head costs as much as a training step)."""
+    """The verifier's top tokens of whole samples, computed once (a full head costs as much as training)."""
 
     def __init__(self):
         self._known: dict[str, torch.Tensor] = {}

@@ -1,12 +1,13 @@
 """The training loop: a subclass of speculators' Trainer that adds accumulation, exact resume and honesty.
 
-Inherited: model set-up (device, DDP, FSDP2), optimizers, schedules, losses, metrics, TrainerConfig. Replaced: the loop,
+Inherited: model set-up (device, DDP, FSDP2), optimizers, schedules, losses, metrics, TrainerConfig. Replaced:
+    the loop,
 the checkpoints, validation.
 
-Weighting. Speculators' loss of one row is the sum over TTT steps of decay^k times the mean over the row's n supervised
-positions (with n + 1e-5 in the denominator). A step's loss is the mean over all its N supervised positions, so a row
-weighs (n + 1e-5) / N, whatever row, accumulation round or rank it is in: the gradient is the same for 1 x 4 rows, 4 x 1
-rows, or 2 ranks x 2 rows, up to the order in which floats are summed.
+Weighting. Speculators' loss of one row is the sum over TTT steps of decay^k times the mean over the row's n
+supervised positions (with n + 1e-5 in the denominator). A step's loss is the mean over all its N supervised
+positions, so a row weighs (n + 1e-5) / N, whatever row, accumulation round or rank it is in: the gradient is
+the same for 1 x 4 rows, 4 x 1 rows, or 2 ranks x 2 rows, up to the order in which floats are summed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ metric_log = logging.getLogger("speculators.metrics")
 
 # Dense bf16 matmul peak by a part of the GPU's name, FLOP/s (vendors' data sheets, without sparsity).
 PEAK_FLOPS = {
-    "B300": 2250e12, "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12,
+    "B300": 2250e12, "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "H100": 989e12, "H20": 148e12,
+    "A100": 312e12,
     "RTX PRO 6000": 504e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 5090": 210e12,
 }  # fmt: skip
 
@@ -70,9 +72,11 @@ class Job:
         folder: 04_train. checkpoints: its checkpoints.
         vocab_map: the draft vocabulary.
         norm, head: the verifier's final norm and whole head [V, H], on the training device.
-        clip: gradient norm. constant: constant learning rate after warm-up (speculators has no such schedule).
+        clip: gradient norm. constant: constant learning rate after warm-up (speculators has no such
+            schedule).
         warmup_steps, total_steps: optimizer steps.
-        val_every: steps between validations, None: once per epoch. log_every: steps between lines of metrics.jsonl.
+        val_every: steps between validations, None: once per epoch. log_every: steps between lines of
+            metrics.jsonl.
         checkpoint_seconds, checkpoint_steps: when to save.
         chain: drafted tokens that the expected acceptance length counts. steps: TTT steps of validation.
         autocast: bf16 autocast. documents: the attention wants document ranges (fastpath.py).
@@ -169,7 +173,7 @@ class DraftTrainer(Trainer):
             ]
 
     def resume(self, folder: Path) -> None:
-        """Continue from a checkpoint: weights, moments, schedules, random state, position; metrics.jsonl is cut to it."""
+        """Continue from a checkpoint: weights, moments, schedules, random state, position, metrics.jsonl."""
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True, mmap=True)
         load_weights(self.model, folder)
         load_optimizer_state(self.model, self.optimizers, state["optimizers"])
@@ -325,7 +329,7 @@ class DraftTrainer(Trainer):
     # -- checkpoints
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this moment (all ranks take part, rank 0 writes); keep newest two and best."""
+        """Write a checkpoint (all ranks take part, rank 0 writes); keep the newest two and the best."""
         from safetensors.torch import save_file
 
         began = time.monotonic()
@@ -342,7 +346,8 @@ class DraftTrainer(Trainer):
         if self.rank == 0:
 
             def write(folder: Path) -> None:
-                self.inner.config.save_pretrained(folder)
+                # Not save_pretrained: it adds an auto_map to a class file that is not there.
+                write_text(folder / "config.json", self.inner.config.to_json_string())
                 save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
                 torch.save(state, folder / "state.pt")
 
@@ -372,7 +377,8 @@ class DraftTrainer(Trainer):
             steps: TTT steps; the last of `job.chain` is the longest chain.
 
         Returns:
-            {"conditional_accuracy": [steps], "expected_acceptance_length", "loss", "positions"} and with `walk`
+            {"conditional_accuracy": [steps], "expected_acceptance_length", "loss", "positions"} and with
+                `walk`
             {"walks": {domain: Walk}}.
         """
         self.model.eval()
@@ -436,14 +442,16 @@ class DraftTrainer(Trainer):
         self._write(
             {
                 "step": self.at.step, "epoch": self.at.epoch, "loss": found["loss"], "lr": None,
-                "acc": found["conditional_accuracy"], "expected_acceptance_length": length, "tokens_per_s": None,
+                "acc": found["conditional_accuracy"], "expected_acceptance_length": length,
+                "tokens_per_s": None,
                 "wait_share": None, "mfu": None, "split": "val",
             }
         )  # fmt: skip
         log.info(
             "step %d: validation loss %.3f, accuracy %s, expected acceptance length %.3f%s (%.0f s)",
             self.at.step, found["loss"], _shares(found["conditional_accuracy"]), length,
-            ", the best so far" if better else f", best {self.at.best_length:.3f} at {self.at.best_step}", seconds,
+            ", the best so far" if better else f", best {self.at.best_length:.3f} at {self.at.best_step}",
+            seconds,
         )  # fmt: skip
         return better
 
@@ -488,7 +496,8 @@ class DraftTrainer(Trainer):
             return f"loss {self.last_loss:.3f}"
         mfu = "-" if last["mfu"] is None else f"{last['mfu']:.0%}"
         return (
-            f"loss {self.last_loss:.3f} acc {_shares(last['acc'])} length {last['expected_acceptance_length']:.2f} "
+            f"loss {self.last_loss:.3f} acc {_shares(last['acc'])} length "
+            f"{last['expected_acceptance_length']:.2f} "
             f"{last['tokens_per_s']:,.0f} tok/s wait {last['wait_share']:.1%} mfu {mfu}"
         )
 
@@ -563,7 +572,8 @@ def cut_metrics(path: Path, step: int, validated: int) -> None:
 
 
 def flops_per_token(model: torch.nn.Module, ttt_steps: int) -> float:
-    """Matrix-product FLOPs that training spends on one position (attention scores left out: under 2 % at 2k tokens).
+    """Matrix-product FLOPs that training spends on one position (attention scores left out: under 2 % at 2k
+    tokens).
 
     2 per weight forward, 2 more for the gradient of the input, 2 more for that of the weight:
     TTT steps * (6 * decoder layers + (4 frozen or 6 trained) * head) + 4 * fc + 2 * head (targets).
@@ -594,6 +604,8 @@ def refuse_other_launchers() -> None:
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "DEEPSPEED_ZERO_STAGE"):
         if os.environ.get(name, "").lower() not in ("", "0", "false"):
             raise ConfigError(
-                f"{name} is set: speculators trains with plain torch.distributed, so this would silently be DDP. Launch with "
-                "`accelerate launch --multi_gpu` or torchrun, and choose sharding with train.shard: ddp | fsdp"
+                f"{name} is set: speculators trains with plain torch.distributed, so this would silently "
+                "be DDP. Launch with "
+                "`accelerate launch --multi_gpu` or torchrun, and choose sharding with train.shard: ddp | "
+                "fsdp"
             )

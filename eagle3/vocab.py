@@ -1,8 +1,8 @@
 """The draft vocabulary: which verifier tokens a draft can propose, chosen by coverage of answer tokens.
 
-`vocab_map.safetensors` holds d2t int64 [D], offsets (verifier id of draft id i = i + d2t[i]), and t2d bool [V], the
-mask of kept ids. Each determines the other; `check_map` compares them wherever they are read. A draft with the
-verifier's whole vocabulary has d2t = 0 and t2d = True everywhere.
+`vocab_map.safetensors` holds d2t int64 [D], offsets (verifier id of draft id i = i + d2t[i]), and t2d bool
+[V], the mask of kept ids. Each determines the other; `check_map` compares them wherever they are read. A
+draft with the verifier's whole vocabulary has d2t = 0 and t2d = True everywhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class VocabMap:
         return hashlib.sha256(f"{len(self.t2d)}:".encode() + self.kept.numpy().tobytes()).hexdigest()
 
     def draft_ids(self) -> torch.Tensor:
-        """Inverse of `kept`: draft id of each verifier id, int64 [V], -1 where it is not in the draft vocabulary."""
+        """Inverse of `kept`: draft id of each verifier id, int64 [V], -1 where there is none."""
         import torch
 
         inverse = torch.full((len(self.t2d),), -1, dtype=torch.long)
@@ -68,13 +68,15 @@ def check_map(d2t: torch.Tensor, t2d: torch.Tensor, where: str) -> None:
         where: file or folder to name.
 
     Raises:
-        StageError: absolute ids, a plain range, ids repeated or out of order, out of range, or another set than t2d.
+        StageError: absolute ids, a plain range, ids repeated or out of order, out of range, or another set
+            than t2d.
     """
     import torch
 
     if d2t.ndim != 1 or t2d.ndim != 1 or t2d.dtype != torch.bool or d2t.dtype.is_floating_point:
         raise StageError(
-            f"{where}: d2t must be whole numbers [D] and t2d a mask [V]; got {d2t.dtype} {list(d2t.shape)} and "
+            f"{where}: d2t must be whole numbers [D] and t2d a mask [V]; got {d2t.dtype} {list(d2t.shape)} "
+            "and "
             f"{t2d.dtype} {list(t2d.shape)}"
         )
     d2t, ids = d2t.long(), t2d.nonzero().flatten()
@@ -86,7 +88,8 @@ def check_map(d2t: torch.Tensor, t2d: torch.Tensor, where: str) -> None:
         return
     if torch.equal(d2t, ids):
         raise StageError(
-            f"{where}: d2t holds absolute ids (it starts {d2t[:4].tolist()}), not offsets: subtract the index from each"
+            f"{where}: d2t holds absolute ids (it starts {d2t[:4].tolist()}), not offsets: subtract the "
+            "index from each"
         )
     if torch.equal(d2t, torch.arange(size)):
         raise StageError(f"{where}: d2t is a plain range 0..{size - 1}, which is neither offsets nor ids")
@@ -123,7 +126,8 @@ def count_answers(store: Store, infos: list[SampleInfo], vocab: int) -> dict[str
         if ids.min() < 0 or ids.max() >= vocab:
             bad = ids.min() if ids.min() < 0 else ids.max()
             raise StageError(
-                f"{store.folder / info.shard}: row {info.id} holds token id {int(bad)}, outside the verifier's "
+                f"{store.folder / info.shard}: row {info.id} holds token id {int(bad)}, outside the "
+                "verifier's "
                 f"vocabulary of {vocab}; it was tokenized for another model"
             )
         seen = counts.setdefault(info.domain, np.zeros(vocab, dtype=np.int64))
@@ -158,7 +162,8 @@ def choose(counts: dict[str, np.ndarray], size: int | str, floor: float) -> Voca
         raise ConfigError(
             f"draft.vocab_size {size} exceeds the verifier's vocabulary of {vocab}; or say full"
         )
-    # Most frequent first, low ids first among equals: BPE gives common pieces low ids, so fillers are useful too.
+    # Most frequent first, low ids first among equals: BPE gives common pieces low ids, so fillers are useful
+    # too.
     order = np.lexsort((np.arange(vocab), -total))
     kept = np.sort(order[:size])
     t2d = torch.zeros(vocab, dtype=torch.bool)
@@ -169,9 +174,11 @@ def choose(counts: dict[str, np.ndarray], size: int | str, floor: float) -> Voca
     if vocab_map.coverage["overall"] < floor or low:
         need = int(np.searchsorted(np.cumsum(total[order]), floor * total.sum()) + 1)
         raise ConfigError(
-            f"draft.vocab_size {size} covers {vocab_map.coverage['overall']:.2%} of {int(total.sum())} answer tokens"
+            f"draft.vocab_size {size} covers {vocab_map.coverage['overall']:.2%} of {int(total.sum())} "
+            "answer tokens"
             + "".join(f", {v:.2%} in {k}" for k, v in sorted(low.items(), key=lambda kv: kv[1]))
-            + f"; draft.min_coverage is {floor:.2%}. {need} ids would cover that overall: raise draft.vocab_size, or "
+            + f"; draft.min_coverage is {floor:.2%}. {need} ids would cover that overall: raise "
+            "draft.vocab_size, or "
             "lower draft.min_coverage"
         )
     return vocab_map

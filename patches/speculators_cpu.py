@@ -1,11 +1,11 @@
 """speculators 0.9.0, CPU only: its Trainer and its process group without an accelerator.
 
 Why: `Trainer` moves the model to an integer device and autocasts for "cuda", `_StepTimer` calls
-torch.accelerator.synchronize, and `maybe_setup_distributed` insists on an accelerator; all of it fails on a machine
-that has none, although nothing in the training itself needs one.
+torch.accelerator.synchronize, and `maybe_setup_distributed` insists on an accelerator; all of it fails on a
+machine that has none, although nothing in the training itself needs one.
 Upstream: speculators/train/trainer.py, speculators/train/distributed.py
-Delete when: `Trainer` of the installed version trains a model on a CPU-only torch (tests/test_train.py then fails here,
-because this module refuses versions that it does not know).
+Delete when: `Trainer` of the installed version trains a model on a CPU-only torch (tests/test_train.py then
+fails here, because this module refuses versions that it does not know).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ RECIPE = {
 def token_rows(
     count: int, prompt: tuple[int, int] = (4, 12), answer: tuple[int, int] = (6, 24), seed: int = 0
 ):
-    """Token ids of `count` made-up rows: [(ids, prompt length)]; answers count up from a start in steps of 1 to 3."""
+    """`count` made-up rows [(token ids, prompt length)]; answers count up in steps of 1 to 3."""
     import random
 
     rng, rows = random.Random(seed), []
@@ -44,7 +44,7 @@ def token_rows(
 
 
 def states_of(model, ids: list[int], layers: list[int]):
-    """bf16 [len(ids) - 1, len(layers) + 1, hidden]: residual stream after each layer, the final one before its norm."""
+    """bf16 [len(ids) - 1, len(layers) + 1, hidden]: state after each layer, the final one un-normed."""
     import torch
 
     final = []
