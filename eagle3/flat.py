@@ -27,6 +27,7 @@ from eagle3.lazy import (
     CHUNK_BYTES,
     Lazy,
     in_memory,
+    one_thread,
     open_safetensors,
     open_tensors,
     same_values,
@@ -689,10 +690,11 @@ def account_config(config: dict, draft: Draft, form: str, where: str) -> None:
         raise StageError(f"{where}/config.json: " + "; ".join(parts))
 
 
-def account_folder(folder: Path, draft: Draft, form: str, tensors: dict[str, Lazy]) -> None:
-    """Read an export back: every key, and every tensor bit by bit against what it was made from.
+def account_folders(folders: dict[str, Path], draft: Draft, tensors: dict[str, Lazy]) -> None:
+    """Read exports back: every key, and every tensor bit by bit against what it was made from.
 
     Args:
+        folders: format -> folder.
         tensors: the source, under speculators' names; the embedding among them if it was to be written.
 
     Raises:
@@ -700,21 +702,27 @@ def account_folder(folder: Path, draft: Draft, form: str, tensors: dict[str, Laz
     """
     import torch
 
-    account_config(read_json(folder / "config.json") or {}, draft, form, str(folder))
-    stored = {canonical(n, form == "sglang"): t for n, t in open_tensors(folder).items()}
-    account_shapes(stored, draft, set(), str(folder))
-    if left := sorted(stored.keys() ^ tensors.keys()):
-        raise StageError(f"{folder}: tensors {left} are on one side only")
+    stored = {}
+    for form, folder in folders.items():
+        account_config(read_json(folder / "config.json") or {}, draft, form, str(folder))
+        stored[folder] = {canonical(n, form == "sglang"): t for n, t in open_tensors(folder).items()}
+        account_shapes(stored[folder], draft, set(), str(folder))
+        if left := sorted(stored[folder].keys() ^ tensors.keys()):
+            raise StageError(f"{folder}: tensors {left} are on one side only")
     for name, source in tensors.items():
-        if stored[name].dtype != stored_dtype(name):
-            raise StageError(f"{folder}: {name} is {stored[name].dtype}, not {stored_dtype(name)}")
-        at = 0
+        dtype, at = stored_dtype(name), 0
+        for folder, found in stored.items():
+            if found[name].dtype != dtype:
+                raise StageError(f"{folder}: {name} is {found[name].dtype}, not {dtype}")
         for piece in source.chunks():
-            if not torch.equal(stored[name].rows(at, at + len(piece)), piece.to(stored_dtype(name))):
-                raise StageError(f"{folder}: values of {name} differ from the checkpoint's")
+            want = piece.to(dtype)
+            for folder, found in stored.items():
+                if not torch.equal(found[name].rows(at, at + len(piece)), want):
+                    raise StageError(f"{folder}: values of {name} differ from the checkpoint's")
             at += len(piece)
-    if draft.reduced:
-        check_map(stored["d2t"].whole(), stored["t2d"].whole(), str(folder))
+    for folder, found in stored.items():
+        if draft.reduced:
+            check_map(found["d2t"].whole(), found["t2d"].whole(), str(folder))
 
 
 # --- checkpoints of 04, and drafts that become one ----------------------------------------------------------
@@ -813,8 +821,9 @@ def open_foreign(
         )  # SpecForge writes identity maps beside a full vocabulary
     if draft.reduced and "d2t" in tensors:
         tensors |= _whole_map(tensors["d2t"].whole(), tensors.get("t2d"), draft, where)
-    if EMBEDDING in tensors and same_values(tensors[EMBEDDING], verifier_rows(verifier, "embed")):
-        tensors.pop(EMBEDDING)
+    with one_thread():
+        if EMBEDDING in tensors and same_values(tensors[EMBEDDING], verifier_rows(verifier, "embed")):
+            tensors.pop(EMBEDDING)
     account_shapes(tensors, draft, set() if draft.reduced else {"lm_head.weight"}, where)
     return draft, {n: tensors[n] for n in wanted_tensors(draft, EMBEDDING in tensors) if n in tensors}, form
 
@@ -907,7 +916,8 @@ def import_draft(folder: Path, out: Path, verifier: Verifier, given: list[int] |
     tmp.mkdir(parents=True)
     try:
         speculators_config(draft, verifier).save_pretrained(tmp)
-        write_tensors([(tmp / "model.safetensors", str)], tensors, dict.fromkeys(tensors, torch.float32))
+        with one_thread():
+            write_tensors([(tmp / "model.safetensors", str)], tensors, dict.fromkeys(tensors, torch.float32))
         save_map(tmp / MAP_FILE, VocabMap(**maps))
         meta = {
             "step": 0,
@@ -958,9 +968,9 @@ def export(draft: Draft, tensors: dict[str, Lazy], folders: dict[str, Path]) -> 
         folder.mkdir(parents=True)
         write_json(folder / "config.json", flat_config(draft, form))
     files = [(folder / "model.safetensors", _renamer(form)) for form, folder in folders.items()]
-    write_tensors(files, tensors, {n: stored_dtype(n) for n in tensors})
-    for form, folder in folders.items():
-        account_folder(folder, draft, form, tensors)
+    with one_thread():
+        write_tensors(files, tensors, {n: stored_dtype(n) for n in tensors})
+        account_folders(folders, draft, tensors)
 
 
 def _renamer(form: str) -> Callable[[str], str]:

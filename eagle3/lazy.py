@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +17,22 @@ from eagle3.vocab import FILE as MAP_FILE
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BYTES = 64_000_000  # tensors are read and written in pieces of at most this
+# Tensors are read and written in pieces of at most this: a piece stays in a core's cache from reading to
+# writing, and the allocator reuses it (64 MB pieces took twice the time).
+CHUNK_BYTES = 4 << 20
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Such pieces gain nothing from threads, while OpenMP's waiting costs four times the work if busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -66,12 +83,11 @@ def open_safetensors(path: Path) -> dict[str, Lazy]:
 
     def reader(start: int, row_bytes: int, tail: list[int], dtype: torch.dtype):
         def rows(a: int, b: int) -> torch.Tensor:
-            buffer = bytearray((b - a) * row_bytes)
-            with open(path, "rb") as f:
-                f.seek(base + start + a * row_bytes)
-                if f.readinto(buffer) != len(buffer):
+            raw = torch.empty((b - a) * row_bytes, dtype=torch.uint8)
+            with open(path, "rb", buffering=0) as f:
+                if os.preadv(f.fileno(), [memoryview(raw.numpy())], base + start + a * row_bytes) != len(raw):
                     raise StageError(f"{path} ends early: it is damaged")
-            return torch.frombuffer(buffer, dtype=dtype).view(b - a, *tail)
+            return raw.view(dtype).view(b - a, *tail)
 
         return rows
 
@@ -142,20 +158,21 @@ def write_tensors(
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        handle = open(path, "wb")
+        handle = open(path, "wb", buffering=0)
         handle.write(len(text).to_bytes(8, "little") + text)
         handles.append(handle)
     try:
         for name, lazy in tensors.items():
             for piece in lazy.chunks():
                 piece = piece.to(dtypes[name]).contiguous()
-                if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
+                # NaN and infinity survive a sum; one pass instead of a mask per value.
+                if piece.is_floating_point() and not bool(piece.sum(dtype=torch.float32).isfinite()):
                     raise StageError(f"tensor {name} holds NaN or infinite values: the draft is broken")
                 raw = memoryview(piece.reshape(-1).view(torch.uint8).numpy())
                 for handle in handles:
-                    handle.write(raw)
+                    if handle.write(raw) != len(raw):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), handle.name)
         for handle in handles:
-            handle.flush()
             os.fsync(handle.fileno())
     finally:
         for handle in handles:

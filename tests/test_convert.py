@@ -199,13 +199,13 @@ def test_every_key_is_accounted_for(plain, key, form):
 def test_every_tensor_is_accounted_for(tmp_path, plain, name):
     _, _, draft, tensors = plain
     folder = copy(plain, tmp_path)
-    flat.account_folder(folder, draft, "vllm", tensors)
+    flat.account_folders({"vllm": folder}, draft, tensors)
     edit_tensors(folder, lambda t: t.update({name: ~t[name] if name == "t2d" else t[name] + 1}))
     with pytest.raises(StageError, match=name):
-        flat.account_folder(folder, draft, "vllm", tensors)
+        flat.account_folders({"vllm": folder}, draft, tensors)
     edit_tensors(folder, lambda t: t.pop(name))
     with pytest.raises(StageError, match=f"unfilled.*{name}"):
-        flat.account_folder(folder, draft, "vllm", tensors)
+        flat.account_folders({"vllm": folder}, draft, tensors)
 
 
 def test_39_extra_and_misshapen_tensors_are_named(tmp_path, plain):
@@ -214,11 +214,11 @@ def test_39_extra_and_misshapen_tensors_are_named(tmp_path, plain):
     folder = copy(plain, tmp_path)
     edit_tensors(folder, lambda t: t.update({"layers.0.extra.weight": torch.ones(2)}))
     with pytest.raises(StageError, match="unmapped.*layers.0.extra.weight"):
-        flat.account_folder(folder, plain[2], "vllm", plain[3])
+        flat.account_folders({"vllm": folder}, plain[2], plain[3])
     folder = copy(plain, tmp_path / "2")
     edit_tensors(folder, lambda t: t.update({"fc.weight": t["fc.weight"][:, :64].contiguous()}))
     with pytest.raises(StageError, match=r"fc.weight has shape \[32, 64\], the config says \[32, 96\]"):
-        flat.account_folder(folder, plain[2], "vllm", plain[3])
+        flat.account_folders({"vllm": folder}, plain[2], plain[3])
 
 
 @pytest.mark.parametrize("form, message", [("absolute", "absolute ids"), ("range", "plain range"),

@@ -92,7 +92,7 @@ def test_gate_agrees_on_the_draft_that_the_next_tests_break(windowed):
     assert parity.gate(folder, checkpoint, verifier, dtypes=("float32",))["passed"]
 
 
-# Key -> value that loses or flips it. Keys that change nothing in vLLM are held by the account (test_convert).
+# Key -> value that loses or flips it. Keys that change nothing in vLLM are the account's (test_convert).
 WITHOUT_MSCALE = {k: v for k, v in YARN.items() if k not in ("mscale", "mscale_all_dim")}
 LOST = {
     "architectures": ["LlamaForCausalLM2"],
