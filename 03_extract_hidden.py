@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import logging
 import os
 import re
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle3.cli import Stage, run_stage, stage_parser
-from eagle3.contract import SPLITS, ConfigError, StageError, read_json
+from eagle3.contract import SPLITS, ConfigError, StageError, read_json, write_text
 from eagle3.extract_run import ORDER, Work, budget_of, lines_at
 from eagle3.record import StageRecord, files_of
 
@@ -132,6 +133,14 @@ def damaged_shards(store) -> dict[str, str]:
                 bad[info.shard] = f"{store.folder / info.shard}: row {info.id} is not what was sealed"
             progress.update()
     return bad
+
+
+def write_failures(path: Path, store, failed: list[dict]) -> None:
+    """failures.jsonl of a finished stage: every row that was left out, by a rule or by a fault."""
+    keys = ("id", "split", "reason", "detail")
+    rows = [{"kind": "dropped", **{k: d.get(k) for k in keys}} for d in store.dropped.values()]
+    rows = sorted(rows + failed, key=lambda row: (row["kind"], row["reason"], row["id"]))
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 class folder_lock:
@@ -321,10 +330,10 @@ def finish(stage: Stage, record: StageRecord, plan: Plan, work: Work) -> str:
     counts = {split: sum(s.split == split for s in samples) for split in SPLITS}
     tokens, answer = sum(s.tokens for s in samples), sum(s.finals for s in samples)
     dropped = dict(Counter(d["reason"] for d in store.dropped.values()))
+    write_failures(stage.run.hidden / "failures.jsonl", store, work.failures)
     outputs = {name: {"bytes": shard.bytes} for name, shard in store.shards.items()}
     outputs |= {p.name: {} for p in files_of(stage.run.hidden, "manifest-*.jsonl")}
-    if (stage.run.hidden / "failures.jsonl").exists():
-        outputs["failures.jsonl"] = {"count": count_lines(stage.run.hidden / "failures.jsonl")}
+    outputs["failures.jsonl"] = {"count": count_lines(stage.run.hidden / "failures.jsonl")}
     proofs = [s.proof for s in store.shards.values() if s.proof]
     proof = {"shards": len(proofs), "rows": sum(p["rows"] for p in proofs)}
     if proofs:

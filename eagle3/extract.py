@@ -104,24 +104,32 @@ def row_seed(seed: int, row_id: str, turn: int = 0) -> int:
 
 
 def is_looping(token_ids: list[int]) -> bool:
-    """Whether an answer ends in a loop.
+    """Whether an answer ends in a loop; the closing token, if there is one, is not looked at.
 
-    Two signs: the tail repeats a block of at most 32 tokens to its end (4 times, or 3 times if the block has
-        8 or
-    more tokens, and over 24 tokens in all); or, for loops with a counter or longer blocks, the last 96 tokens
-    hold less than half as many different 4-grams as 4-grams. The closing token, if there is one, is not
-    looked at.
+    Three signs: the tail repeats a block of at most 32 tokens up to the end (4 times, or 3 times if the
+    block has 8 or more tokens; 24 tokens in all at least); three quarters of the last tokens (64 to 96) equal
+    the one a period of at most 64 before (a block that repeats but for a counter or a name); fewer than half
+    of the 4-grams of the last 96 tokens are different ones.
     """
     ids = np.asarray(token_ids)
-    return _tail_repeats(ids) or _tail_repeats(ids[:-1]) or _few_ngrams(ids[:-1])
+    return any(map(_tail_repeats, (ids, ids[:-1]))) or _nearly_repeats(ids[:-1]) or _few_ngrams(ids[:-1])
 
 
 def _tail_repeats(ids: np.ndarray) -> bool:
     for period in range(1, min(32, len(ids) // 3) + 1):
         differs = np.flatnonzero(ids[period:] != ids[:-period])
         same = len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)
-        covered = same + period
-        if covered >= max(24, period * (3 if period >= 8 else 4)):
+        if same + period >= max(24, period * (3 if period >= 8 else 4)):
+            return True
+    return False
+
+
+def _nearly_repeats(ids: np.ndarray) -> bool:
+    for period in range(1, 65):
+        window = min(96, len(ids) - period)
+        if window < 64:
+            return False
+        if (ids[-window:] == ids[-window - period : -period]).mean() >= 0.75:
             return True
     return False
 
@@ -391,7 +399,7 @@ class Client:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(Transient),
-            wait=tenacity.wait_exponential_jitter(initial=0.5, max=20),
+            wait=tenacity.wait_exponential_jitter(multiplier=0.5, max=20),
             stop=tenacity.stop_after_attempt(ATTEMPTS),
             sleep=pause,
             reraise=True,

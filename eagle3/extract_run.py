@@ -59,6 +59,7 @@ class Work:
         self.stop, self._lock = threading.Event(), threading.Lock()
         self.failed: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
+        self.failures: list[dict] = []
         self.example = ""
         self.taken = self.tokens = self.answer_tokens = 0
         self._busy = self._streak = self._asked = self._since = 0
@@ -297,6 +298,7 @@ class Work:
             if kind == "dropped":
                 self._streak = 0
                 return
+            self.failures.append(entry)
             self.example = self.example or f"{row.id}: {err}"
             log.warning("row %s failed: %s", row.id, err)
             self._streak += 1
