@@ -73,8 +73,8 @@ WORDS = [
     " " + w for w in THINK + GENERAL + CODE
 ] + CHINESE  # as tokens: Latin words carry their leading space
 
-BASE_VOCAB = 768  # 256 bytes and 512 merges
-VOCAB = 1024
+BASE_VOCAB = 896  # 256 bytes and 640 merges
+VOCAB = 1152
 VOCAB_FILE = "kimi_tiny.tiktoken"
 SPECIAL = {  # offset from the end of the byte-level vocabulary, as in the real one
     "[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "[EOT]": 9,
@@ -91,8 +91,13 @@ PLAIN = {
     *(name for name in SPECIAL if name.startswith("<|tool_call")),
 }  # kept when decoding
 
-LAYERS, HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V_DIM = 8, 256, 8, 96, 512, 128, 64, 128
-EXPERTS, TOP_K, DENSE, MOE, SCALING = 8, 2, 512, 128, 2.827
+LAYERS, HIDDEN, Q_RANK, KV_RANK, ROPE = 8, 256, 48, 512, 64
+# Heads, and the non-rotary and value size of each. The real 128 and 128 would cost a CPU most of its
+# time: with more than one query position a step (extraction, speculation) vLLM's CPU MLA expands the
+# whole context by kv_b_proj (8 heads x 128, 31 requests: 10 s a step, run). 16 + 64 = 80 for query and
+# value, because FlashAttention 3 wants them equal.
+HEADS, NOPE, V_DIM = 4, 16, 80
+EXPERTS, TOP_K, DENSE, MOE, SCALING = 8, 2, 256, 128, 2.827
 MODES, DIGITS, AHEAD = 4, 6, {2: 4, 4: 3, 5: 2, 8: 1}  # layer id -> how many steps ahead its word is
 ROPE_PARAMETERS = {
     "beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -110,40 +115,36 @@ VERIFIER_TENSORS = [TEXT + n for n in ("model.embed_tokens.weight", "model.norm.
 def byte_pair_ranks() -> dict[bytes, int]:
     """256 bytes, then BPE merges learnt from the language's words and the words of the prompts."""
     corpus = {tuple(bytes([b]) for b in w.encode()): 1000 for w in WORDS}
-    for text in (
-        *PROMPT_WORDS,
-        "user",
-        "assistant",
-        "system",
-        "tool",
-        " declare",
-        "functions",
-        "## Return of",
-    ):
+    corpus |= {tuple(bytes([b]) for b in w.encode()): 500 for w in SCHEMA_WORDS}
+    for text in PROMPT_WORDS:
         for piece in (text, " " + text) if text.isascii() else (text,):
             corpus.setdefault(tuple(bytes([b]) for b in piece.encode()), 10)
     ranks = {bytes([b]): b for b in range(256)}
+    words = [(list(word), count) for word, count in corpus.items()]
+    pairs: dict[tuple[bytes, bytes], int] = {}
+    places: dict[tuple[bytes, bytes], set[int]] = {}
+
+    def count_word(i: int, sign: int) -> None:
+        word, count = words[i]
+        for pair in zip(word, word[1:]):
+            pairs[pair] = pairs.get(pair, 0) + sign * count
+            places.setdefault(pair, set()).add(i)
+
+    for i in range(len(words)):
+        count_word(i, 1)
     while len(ranks) < BASE_VOCAB:
-        pairs: dict[tuple[bytes, bytes], int] = {}
-        for word, count in corpus.items():
-            for pair in zip(word, word[1:]):
-                pairs[pair] = pairs.get(pair, 0) + count
-        if not pairs:
-            raise ValueError(f"the corpus gives only {len(ranks)} tokens, {BASE_VOCAB} wanted")
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        if pairs[best] <= 0:
+            raise ValueError(f"the corpus gives only {len(ranks)} tokens, {BASE_VOCAB} wanted")
         ranks[best[0] + best[1]] = len(ranks)
-        merged = {}
-        for word, count in corpus.items():
-            out, i = [], 0
-            while i < len(word):
-                if word[i : i + 2] == best:
-                    out.append(best[0] + best[1])
-                    i += 2
-                else:
-                    out.append(word[i])
-                    i += 1
-            merged[tuple(out)] = count
-        corpus = merged
+        for i in places[best]:
+            count_word(i, -1)
+            word, at = words[i][0], 0
+            while at < len(word) - 1:
+                if (word[at], word[at + 1]) == best:
+                    word[at : at + 2] = [best[0] + best[1]]
+                at += 1
+            count_word(i, 1)
     return ranks
 
 
@@ -298,10 +299,10 @@ class Space:
 class Builder:
     """All tensors of the text model, from a language and a seed."""
 
-    def __init__(self, language: Language, seed: int):
+    def __init__(self, language: Language, seed: int, heads: tuple[int, int, int] = (HEADS, NOPE, V_DIM)):
         import torch
 
-        self.torch, self.language = torch, language
+        self.torch, self.language, self.heads = torch, language, heads
         self.generator = torch.Generator().manual_seed(seed)
         self.space = Space(language, self.generator)
         self.tensors: dict = {}
@@ -370,16 +371,16 @@ class Builder:
 
     def attention(self, name: str, layer: int, gain) -> None:
         """Random heads everywhere; in layers 0 and 1 the first heads are the ones the language needs."""
-        torch, space = self.torch, self.space
+        space, (heads, nope, v_dim) = self.space, self.heads
         unit = self.unit(layer, False)
         quiet = layer < 2  # positions and digits must come out clean there
         q_a = self.normal(Q_RANK, HIDDEN, std=(0.02 if quiet else 0.4) / 16)
         q_a[0] = 0.0
         q_a[0, space.one] = 1.0 / unit
         kv_a = self.normal(KV_RANK + ROPE, HIDDEN, std=(0.005 if quiet else 1.0) / 16)
-        q_b = self.normal(HEADS, NOPE + ROPE, Q_RANK, std=0.5 / math.sqrt(Q_RANK))
-        kv_b = self.normal(HEADS, NOPE + V_DIM, KV_RANK, std=(0.3 if quiet else 1.0) / math.sqrt(KV_RANK))
-        o = self.normal(HIDDEN, HEADS, V_DIM, std=(0.1 if quiet else 0.5) / math.sqrt(HIDDEN * HEADS * V_DIM))
+        q_b = self.normal(heads, nope + ROPE, Q_RANK, std=0.5 / math.sqrt(Q_RANK))
+        kv_b = self.normal(heads, nope + v_dim, KV_RANK, std=(0.3 if quiet else 1.0) / math.sqrt(KV_RANK))
+        o = self.normal(HIDDEN, heads, v_dim, std=(0.1 if quiet else 0.5) / math.sqrt(HIDDEN * heads * v_dim))
         o[self.clean] = 0.0
         if quiet:
             # The key's rotary part is the same for all tokens: pairs (4, 0), turned by the position alone.
@@ -396,19 +397,19 @@ class Builder:
                 kv_a[digits + 1, space.one] = 1.0 / unit
             latent = math.sqrt(KV_RANK / size)  # what a one becomes under the latent's norm
             constant = math.sqrt(Q_RANK)  # what the query's constant becomes under its norm
-            scale = (NOPE + ROPE) ** -0.5 * (0.1 * math.log(ROPE_PARAMETERS["factor"]) + 1) ** 2
+            scale = (nope + ROPE) ** -0.5 * (0.1 * math.log(ROPE_PARAMETERS["factor"]) + 1) ** 2
             if layer == 0:
-                heads = [(self.exactly(back), space.groups[i]) for i, back in enumerate((2, 3, 4))]
+                needed = [(self.exactly(back), space.groups[i]) for i, back in enumerate((2, 3, 4))]
             else:
-                heads = [(self.recency(), range(digits))]
-            for head, (turned, group) in enumerate(heads):
+                needed = [(self.recency(), range(digits))]
+            for head, (turned, group) in enumerate(needed):
                 q_b[head], kv_b[head], o[:, head] = 0.0, 0.0, 0.0
-                q_b[head, NOPE:, 0] = turned / (scale * 4.0 * constant)
+                q_b[head, nope:, 0] = turned / (scale * 4.0 * constant)
                 if layer == 1:
                     q_b[head, 0, 0] = 30.0 / constant
                     kv_b[head, 0, digits] = 620.0 / (30.0 * scale * latent)  # beats any difference in recency
                 for i, digit in enumerate(group):
-                    kv_b[head, NOPE + i, digit] = 1.0 / latent
+                    kv_b[head, nope + i, digit] = 1.0 / latent
                     o[space.at["P" if layer == 0 else "D"][digit], head, i] = 1.0
         q_gain, kv_gain = self.gain(Q_RANK), self.gain(KV_RANK)
         self.put(name + "q_a_proj.weight", self.reads(q_a, gain))
@@ -418,7 +419,6 @@ class Builder:
         self.put(name + "kv_a_layernorm.weight", kv_gain)
         self.put(name + "kv_b_proj.weight", kv_b.reshape(-1, KV_RANK) / kv_gain)
         self.put(name + "o_proj.weight", self.writes(o.reshape(HIDDEN, -1)))
-        assert torch.isfinite(o).all()
 
     def exactly(self, back: int):
         """Rotary query that scores highest exactly `back` tokens ago, by 12 nats over its neighbours."""
@@ -628,7 +628,7 @@ QUANTIZATION = {
 }  # fmt: skip
 
 
-def config(int4: bool) -> dict:
+def config(int4: bool, heads: tuple[int, int, int]) -> dict:
     text = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -653,14 +653,14 @@ def config(int4: bool) -> dict:
         "n_routed_experts": EXPERTS,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
-        "num_attention_heads": HEADS,
+        "num_attention_heads": heads[0],
         "num_experts_per_tok": TOP_K,
         "num_hidden_layers": LAYERS,
-        "num_key_value_heads": HEADS,
+        "num_key_value_heads": heads[0],
         "num_nextn_predict_layers": 0,
         "pretraining_tp": 1,
         "q_lora_rank": Q_RANK,
-        "qk_nope_head_dim": NOPE,
+        "qk_nope_head_dim": heads[1],
         "qk_rope_head_dim": ROPE,
         "rms_norm_eps": 1e-05,
         "rope_scaling": {k: v for k, v in ROPE_PARAMETERS.items() if k not in ("rope_theta", "rope_type")},
@@ -672,7 +672,7 @@ def config(int4: bool) -> dict:
         "topk_group": 1,
         "topk_method": "noaux_tc",
         "use_cache": True,
-        "v_head_dim": V_DIM,
+        "v_head_dim": heads[2],
         "vocab_size": VOCAB,
     }
     if int4:
@@ -771,6 +771,7 @@ def build(
     int4: bool = False,
     seed: int = 0,
     *,
+    heads: tuple[int, int, int] = (HEADS, NOPE, V_DIM),
     decoys: bool = True,
     drop: tuple[str, ...] = (),
     extra: dict | None = None,
@@ -778,14 +779,16 @@ def build(
     text: dict | None = None,
     vocab_file: str = VOCAB_FILE,
 ) -> Path:
-    """Build the model folder. For fault cases: leave tensors out (`drop`), add or replace some (`extra`, name
-    -> tensor), and change keys of the outer (`outer`) or text config (`text`); None removes one.
-    vocab_file="tiktoken.model" is the real name, which transformers 5 reads without trust_remote_code.
+    """Build the model folder. `heads`: how many, and the non-rotary and value size of each; (8, 128, 128) has
+    the real sizes and splits over 8 GPUs. For fault cases: leave tensors out (`drop`), add or replace
+    some (`extra`, name -> tensor), and change keys of the outer (`outer`) or text config (`text`); None
+    removes one. vocab_file="tiktoken.model" is the real name, which transformers 5 reads without
+    trust_remote_code.
     """
     from safetensors.torch import save_file
 
     language = Language(seed)
-    tensors = Builder(language, seed).build()
+    tensors = Builder(language, seed, heads).build()
     if int4:
         for name in [n for n in tensors if ".mlp.experts." in n]:
             stem = name.removesuffix("weight")
@@ -811,7 +814,7 @@ def build(
         out / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
     )
 
-    settings = config(int4)
+    settings = config(int4, heads)
     for target, changes in ((settings, outer or {}), (settings["text_config"], text or {})):
         for key, value in changes.items():
             if value is None:
@@ -896,6 +899,13 @@ PROMPT_WORDS = listed(
     " 数字 朋友 问题 今天 明天 喜欢 学习"
 )
 
+# What JSON schemas and calls of tools are made of.
+SCHEMA_WORDS = [
+    *listed("type function name parameters object properties string city temperature functions tool declare"),
+    *(" Return", " of", "get", "user", "assistant", "system", "##", "_"),
+    *('[{"', '":', ' "', '",', ' {"', '"}}', '"}', "}}]", '"}}}}]', '{"'),
+]
+
 
 def prompts(n: int, seed: int = 0) -> list[dict]:
     """`n` chats: {"id", "domain", "messages"}, "tools" where there are some. A larger n starts the same.
@@ -944,7 +954,7 @@ def chat(domain: str, rng: random.Random) -> dict:
         return {"messages": [turn("user", text), turn("assistant", str(a + b))]}
     if domain == "tools":
         city, name = rng.choice(english), "get_" + rng.choice(GENERAL)
-        schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        schema = {"type": "object", "properties": {"city": {"type": "string"}}}
         call = {
             "id": f"functions.{name}:0",
             "type": "function",
@@ -952,9 +962,7 @@ def chat(domain: str, rng: random.Random) -> dict:
         }
         result = json.dumps({"city": city, "temperature": rng.randint(-20, 40)})
         return {
-            "tools": [
-                {"type": "function", "function": {"name": name, "description": ask(), "parameters": schema}}
-            ],
+            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}],
             "messages": [
                 turn("user", ask()),
                 turn("assistant", None, reasoning_content=say(), tool_calls=[call]),
@@ -992,8 +1000,11 @@ def main(argv=None) -> int:
         "--int4", action="store_true", help="routed experts packed as the real checkpoint has them"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--heads", type=int, nargs=3, default=(HEADS, NOPE, V_DIM), help="number, non-rotary and value size"
+    )
     args = parser.parse_args(argv)
-    print(build(args.out, args.shards, args.int4, args.seed))
+    print(build(args.out, args.shards, args.int4, args.seed, heads=tuple(args.heads)))
     return 0
 
 
