@@ -171,6 +171,9 @@ def prepare_torch() -> None:
 
     if torch.accelerator.is_available():
         torch.set_float32_matmul_precision("high")
+        # Dynamo's DDP graph splitter refuses graphs with flex attention. It could not overlap anything here:
+        # each weight is used in every TTT step, so all gradients are ready only when the backward pass ends.
+        torch._dynamo.config.optimize_ddp = False
         return
     from patches import speculators_cpu
 
@@ -460,10 +463,12 @@ def finish(record: StageRecord, folder: Path, trainer, heldout: dict) -> None:
         vocabulary={"size": len(trainer.kept), **trainer.job.vocab_map.coverage},
     )
     expected = val["expected_acceptance_length"]
+    drafts = heldout["drafts"]
+    walked = f"{heldout['acceptance_length']:.3f} in {drafts} drafts" if drafts else heldout["why"]
     log.info(
         "best: step %d, expected acceptance length %s on validation; held-out answers, walked as served: %s",
         best, "not measured" if expected is None else f"{expected:.3f}",
-        f"{heldout['acceptance_length']:.3f} in {heldout['drafts']} drafts" if heldout["drafts"] else heldout["why"],
+        walked,
     )  # fmt: skip
 
 
