@@ -17,6 +17,7 @@ any other is vLLM's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from eagle3.verifier import Verifier
 
-VERSION = 1  # of the tables: a change makes 05 convert anew
+VERSION = 2  # of the tables: a change makes 05 convert anew
 FORMS = ("vllm", "sglang")
 
 
@@ -142,11 +143,35 @@ def _field(name: str, reader: str, forms: tuple[str, ...] = FORMS) -> Key:
     return Key(name, lambda d: getattr(d, name), reader, forms)
 
 
+def attn_factor(rope: dict) -> float | None:
+    """yarn's magnitude for readers without mscale pair and attention_factor (vLLM 0.26, SGLang).
+
+    They multiply 0.1 ln(factor) + 1 by `attn_factor`; readers that know the pair don't know this key. With
+    the pair 1 / 1 at factor 64 the magnitude is 1.0; without this they would take 1.42.
+    """
+    if rope["rope_type"] != "yarn":
+        return None
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+
+    wanted = rope.get("attention_factor")
+    if wanted is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        wanted = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    return None if wanted is None else wanted / magnitude(1.0)
+
+
+def new_rope(draft: Draft) -> dict:
+    """`rope_parameters` as transformers 5 spells it, with yarn's magnitude for all readers."""
+    factor = attn_factor(draft.rope)
+    return {**draft.rope, **({} if factor is None else {"attn_factor": factor})}
+
+
 def old_rope(draft: Draft) -> dict | None:
     """`rope_scaling` as transformers 4 spells it: no base in it, the kind under both of its names."""
     if draft.rope["rope_type"] == "default":
         return None
-    scaling = {k: v for k, v in draft.rope.items() if k != "rope_theta"}
+    scaling = {k: v for k, v in new_rope(draft).items() if k != "rope_theta"}
     return {**scaling, "type": draft.rope["rope_type"]}
 
 
@@ -176,7 +201,7 @@ KEYS = (
     ),
     Key(
         "rope_parameters",
-        lambda d: dict(d.rope),
+        new_rope,
         "transformers 5, vLLM: base and scaling; missing = base 10000",
     ),
     Key(
@@ -399,36 +424,33 @@ def stored_dtype(name: str) -> torch.dtype:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
+ROPE_KEYS = {
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor",
+}  # fmt: skip
+
+
 def read_rope(config: dict, where: str) -> dict:
     """Base and scaling out of either spelling, or both if they agree.
 
     Raises:
         StageError: the spellings differ, or a part without which readers compute other tables is missing.
     """
-    new = dict(config.get("rope_parameters") or {})
-    old = dict(config.get("rope_scaling") or {})
-    if any(isinstance(v, dict) for v in new.values()):
-        raise StageError(f"{where}: rope_parameters per layer type are not supported for a draft")
-    for rope in (new, old):
-        kind = rope.pop("type", None)
-        if rope and kind not in (None, rope.setdefault("rope_type", kind)):
-            raise StageError(f"{where}: rope type {kind!r} and rope_type {rope['rope_type']!r} disagree")
-        rope.pop("rope_theta", None) if rope is old and "rope_theta" not in config else None
-    theta = config.get("rope_theta")
-    if new:
-        new.setdefault("rope_type", "default")
-        if theta is not None and new.setdefault("rope_theta", theta) != theta:
-            raise StageError(
-                f"{where}: rope_theta {theta} and rope_parameters.rope_theta {new['rope_theta']}"
-            )
-        scaling = {k: v for k, v in new.items() if k != "rope_theta"}
-        if "rope_scaling" in config and (old or {"rope_type": "default"}) != scaling and old != new:
-            raise StageError(f"{where}: rope_scaling {old or None} and rope_parameters {scaling} disagree")
-        rope = new
-    else:
-        rope = {"rope_type": "default", **old}
-        rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
-    rope.setdefault("rope_theta", 10000.0)
+    new, old = (_one_rope(config.get(key), f"{where} {key}") for key in ("rope_parameters", "rope_scaling"))
+    bases = [config.get("rope_theta"), new.pop("rope_theta", None), old.pop("rope_theta", None)]
+    bases = sorted({base for base in bases if base is not None})
+    if len(bases) > 1:
+        raise StageError(f"{where}: rope_theta and rope_parameters give different bases {bases}")
+    if new and "rope_scaling" in config and (old or {"rope_type": "default"}) != new:
+        raise StageError(f"{where}: rope_scaling {old or None} and rope_parameters {new} disagree")
+    rope = {**(new or old or {"rope_type": "default"}), "rope_theta": bases[0] if bases else 10000.0}
+    given = rope.pop("attn_factor", None)
+    if unknown := sorted(rope.keys() - ROPE_KEYS):
+        raise StageError(f"{where}: rope keys {unknown} are not known: readers may compute other tables")
+    if given is not None and not math.isclose(given, attn_factor(rope) or 1.0, rel_tol=1e-6):
+        raise StageError(
+            f"{where}: rope attn_factor {given}; the other rope keys mean {attn_factor(rope) or 1.0:.6g}"
+        )
     pair = ("mscale" in rope) + ("mscale_all_dim" in rope)
     if pair == 1:
         raise StageError(
@@ -437,6 +459,17 @@ def read_rope(config: dict, where: str) -> dict:
     if rope["rope_type"] in ("yarn", "llama3", "longrope") and "original_max_position_embeddings" not in rope:
         raise StageError(f"{where}: rope {rope['rope_type']} without original_max_position_embeddings")
     return dict(sorted(rope.items()))
+
+
+def _one_rope(rope: dict | None, where: str) -> dict:
+    """One spelling with its kind under `rope_type`; empty if there is none."""
+    rope = dict(rope or {})
+    if any(isinstance(v, dict) for v in rope.values()):
+        raise StageError(f"{where}: one rope per layer type is not supported for a draft")
+    kind = rope.pop("type", None)
+    if rope and rope.setdefault("rope_type", kind or "default") != (kind or rope["rope_type"]):
+        raise StageError(f"{where}: type {kind!r} and rope_type {rope['rope_type']!r} disagree")
+    return rope
 
 
 def _account_keys(config: dict, used: set[str], inert: dict[str, tuple | None], where: str) -> None:

@@ -11,11 +11,11 @@ server and without the verifier's body, the gate covers what vLLM does from the 
                  verifier's states are right (the state proof of 03 and `compare_with_store` are for that)
 
 Two passes. float32: both sides compute in float32 with the exported (bf16) weights, so all that may differ
-is the order of sums: 2e-7 to 1e-6 of a row's spread over the parity matrix. Far out (positions around
+is the order of sums: 2e-7 to 2e-6 of a row's spread over the parity matrix. Far out (positions around
 100,000) float32 holds position x frequency to 0.006 rad, and training counts a slot one higher than
-serving: 5e-5 to 5e-4. bf16, as served: vLLM may be off by a small multiple of what PyTorch's own bf16 run
-loses (0.7 to 1.8 %, measured in the same run; vLLM was within 1.1 times of it). What a lost flag or key
-costs starts at a few percent.
+serving: 5e-5 to 2e-3. bf16, as served: vLLM may be off by a small multiple of what PyTorch's own bf16 run
+loses (0.7 to 2.6 %, measured in the same run; vLLM was at 0.7 to 1.7 times of it). In the matrix, each single
+flag, window or rope flipped (480 cases) exceeded the bounds.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 STEPS = 3  # draft steps compared; a flag that only acts on fed-back states shows from the second
 FAR = 100_000  # position of the far-out requests, where the verifier goes that far
-# Allowed error: root mean square over the logits of a row, relative to the reference's spread there.
-BOUNDS = {"fp32": 2e-5, "fp32_far": 5e-3, "bf16_times_reference": 3.0, "bf16_floor": 5e-3}
+# Allowed error: root mean square over the logits of a row, relative to the reference's spread there. On a
+# GPU, vLLM's float32 attention (Triton) multiplies in TF32, which keeps 11 bits.
+BOUNDS = {"fp32": 2e-5, "fp32_gpu": 2e-3, "fp32_far": 5e-3, "bf16_times_reference": 3.0, "bf16_floor": 5e-3}
 STATES_BOUND = 0.08  # stored bf16 states against float32; neighbouring layers differ by 15 % and more
 SMALL_VERIFIER = 2_000_000_000  # bytes of weights up to which transformers re-extracts a sample
 NEAR_TIE = 4.0  # top tokens may differ where the reference's gap is below this many times the error bound
@@ -477,7 +478,8 @@ def _run(folder: Path, model, verifier: Verifier, requests: list[Request], dtype
             with failures(folder):
                 served = Served(config, verifier, process, len(requests), slots)
                 logits = served.draft(requests, chain)
-            rope_off, bound, far_bound = 0.0, BOUNDS["fp32"], BOUNDS["fp32_far"]
+            rope_off, far_bound = 0.0, BOUNDS["fp32_far"]
+            bound = BOUNDS["fp32" if process.device == "cpu" else "fp32_gpu"]
             if dtype == "float32":
                 rope_off = rope_tables(served, reference, verifier.value("max_position_embeddings"))
                 report["rope_table_difference"] = rope_off

@@ -192,7 +192,7 @@ class Served:
             model=SimpleNamespace(embed_tokens=layer(VocabParallelEmbedding, verifier.embedding()))
         )
         # The verifier's head only matters where it could take the place of the draft's.
-        if not model.has_own_lm_head or model.draft_id_to_target_id is None:
+        if not model.has_own_lm_head or model.config.draft_vocab_size == verifier.vocab_size:
             target.lm_head = layer(ParallelLMHead, verifier.head())
         proposer = object.__new__(SpecDecodeBaseProposer)  # its rules, without its buffers
         proposer.model, proposer.vllm_config = model, self.config
@@ -302,7 +302,11 @@ def _kv_cache(name: str, spec, backend, blocks: int, device) -> torch.Tensor:
         from vllm.v1.worker.utils import allocate_kv_cache
     except ImportError:  # vLLM 0.26
         shape = backend.get_kv_cache_shape(blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-        return torch.zeros(shape, dtype=spec.dtype, device=device)
+        order = tuple(range(len(shape)))
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            order = backend.get_kv_cache_stride_order()
+        stored = torch.zeros([shape[i] for i in order], dtype=spec.dtype, device=device)
+        return stored.permute([order.index(i) for i in range(len(order))])
     size = spec.page_size_bytes
     place = KVCacheTensor(size=blocks * size, layers=[name], layer_stride=blocks * size, block_stride=size)
     config = KVCacheConfig(blocks, [place], [KVCacheGroupSpec([name], spec)])

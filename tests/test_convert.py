@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -128,6 +129,8 @@ def test_36_rope_in_both_spellings_reads_the_same(plain):
         tables.append((rope.inv_freq, rope.attention_scaling))
     assert all(torch.equal(t, tables[0][0]) and s == 1.0 for t, s in tables)  # 1.42 without the mscale pair
     assert config["rope_theta"] == 50000.0 and config["rope_scaling"]["type"] == "yarn"
+    # vLLM 0.26 and SGLang know no mscale: (0.1 ln 64 + 1) * attn_factor is their magnitude.
+    assert (0.1 * math.log(64) + 1) * config["rope_parameters"]["attn_factor"] == pytest.approx(1.0)
 
 
 def test_38_position_limit_is_the_verifiers(tmp_path, verifier):
@@ -390,7 +393,9 @@ def test_import_drops_identity_maps_of_a_full_vocabulary(tmp_path, verifier):
 @pytest.mark.parametrize("config, message", [
     ({"parallel_drafting": True}, "parallel_drafting=True"),
     ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
-    ({"rope_theta": 10000.0}, "rope_theta 10000.0 and rope_parameters.rope_theta 50000.0"),
+    ({"rope_theta": 10000.0}, r"different bases \[10000.0, 50000.0\]"),
+    ({"rope_parameters": {**YARN, "attn_factor": 1.0}, "rope_scaling": ...}, "attn_factor 1.0"),
+    ({"rope_parameters": {**YARN, "extrapolation_factor": 2.0}, "rope_scaling": ...}, "extrapolation_factor"),
     ({"rope_scaling": None}, "rope_scaling None and rope_parameters"),
     ({"rope_parameters": {k: v for k, v in YARN.items() if k != "mscale"}, "rope_scaling": ...},
      "mscale_all_dim"),

@@ -1,12 +1,13 @@
 """Seconds and peak memory of converting a draft of Kimi-K2.5's size (random weights).
 
-    python tests/bench/convert_kimi_size.py [--vocab 32000] [--with-embeddings] [--keep DIR]
+    python tests/bench/convert_kimi_size.py [--vocab 32000] [--with-embeddings] [--keep DIR] [--gate]
 
 Hidden 7168, 64 heads x 128, intermediate 12288, verifier vocabulary 163,840: the checkpoint is 4.2 GB of
 float32 at a draft vocabulary of 32,000 with a trained head. Measured: the checkpoint to vLLM's and SGLang's
 form with every value read back and compared, and the import of the SGLang form as a checkpoint, each in a
 process of its own, so that the peak is its own. The reference is what a plain conversion does: load_file,
-cast, rename, save_file for the same two folders, without reading anything back.
+cast, rename, save_file for the same two folders, without reading anything back. `--gate` also runs the parity
+gate (on a GPU, or with 64 GB of memory).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SIZES = {
 
 def build(folder: Path, vocab: int) -> None:
     """A verifier folder that holds only what conversion reads (embedding, norm, head), and a checkpoint."""
+    import kimi_tiny
     import torch
     import toy_drafts
     from safetensors.torch import save_file
@@ -45,12 +47,13 @@ def build(folder: Path, vocab: int) -> None:
     hidden, rows = SIZES["hidden_size"], SIZES["vocab_size"]
     verifier = folder / "verifier"
     verifier.mkdir(parents=True)
-    text = {
-        "model_type": "deepseek_v3", "hidden_size": hidden, "num_hidden_layers": 61, "vocab_size": rows,
-        "tie_word_embeddings": False, "max_position_embeddings": 262144, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0,
+    config = kimi_tiny.config(True, (64, 128, 128))
+    config["text_config"] |= {
+        "hidden_size": hidden, "vocab_size": rows, "num_hidden_layers": 61, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "n_routed_experts": 384, "num_experts_per_tok": 8, "q_lora_rank": 1536,
     }  # fmt: skip
-    (verifier / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    (verifier / "config.json").write_text(json.dumps(config))
+    shutil.copy(kimi_tiny.FILES / "configuration_kimi_tiny.py", verifier)
     shared = torch.randn(rows, hidden, dtype=torch.bfloat16)
     prefix = "language_model.model."
     save_file(
@@ -87,6 +90,14 @@ def take_in(folder: Path) -> None:
     flat.import_draft(folder / "sglang", folder / "imported", open_verifier(folder))
 
 
+def run_gate(folder: Path) -> dict:
+    from eagle3.parity import gate, summary
+
+    report = gate(folder / "vllm", folder / "checkpoint", open_verifier(folder))
+    print("\n".join(summary(report)), file=sys.stderr)
+    return report
+
+
 def plain(folder: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -113,7 +124,10 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--with-embeddings", action="store_true")
     parser.add_argument("--keep", metavar="DIR", help="work in this folder and leave it")
-    parser.add_argument("--part", choices=["build", "export", "import", "plain"], help=argparse.SUPPRESS)
+    parser.add_argument("--gate", action="store_true", help="run the parity gate on the export")
+    parser.add_argument(
+        "--part", choices=["build", "export", "import", "plain", "gate"], help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     folder = Path(args.keep) if args.keep else Path(tempfile.mkdtemp(prefix="convert-"))
     if args.part:
@@ -125,8 +139,9 @@ def main() -> int:
             "export": lambda: export(folder, args.with_embeddings),
             "import": lambda: take_in(folder),
             "plain": lambda: plain(folder),
+            "gate": lambda: run_gate(folder),
         }
-        parts[args.part]()
+        report = parts[args.part]()
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds, cpu, peak = time.time() - started, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
         figures = {
@@ -134,7 +149,7 @@ def main() -> int:
             "cpu_seconds": round(cpu, 1),
             "peak_gb": round(peak / 1e9, 2),
         }
-        print(json.dumps(figures))
+        print(json.dumps({**figures, **({"report": report} if report else {})}))
         return 0
     try:
         if not (folder / "checkpoint").is_dir():
@@ -157,6 +172,8 @@ def main() -> int:
             "reference": found["plain"],
             "ratio": round(found["export"]["seconds"] / found["plain"]["seconds"], 2),
         }
+        if args.gate:
+            result["gate"] = measure("gate", folder, args.with_embeddings)
         print(json.dumps(result))
     finally:
         if not args.keep:
