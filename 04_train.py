@@ -15,6 +15,7 @@ batch.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import logging
@@ -43,7 +44,21 @@ def parser():
         metavar="DIR",
         help="start from this draft's weights and vocabulary map (same as train.init_from)",
     )
+    p.add_argument(
+        "--round",
+        type=fraction,
+        metavar="K/N",
+        help="train on the K-th of N windows that 03 --round extracted",
+    )
     return p
+
+
+def fraction(text: str) -> tuple[int, int]:
+    """ "2/4" -> (2, 4)."""
+    k, _, n = text.partition("/")
+    if not (k.isdigit() and n.isdigit() and 1 <= int(k) <= int(n)):
+        raise argparse.ArgumentTypeError(f"{text!r}: write K/N with 1 <= K <= N")
+    return int(k), int(n)
 
 
 def main(argv=None) -> int:
@@ -61,13 +76,28 @@ def body(stage: Stage) -> str:
     record = StageRecord(stage.run, "04", identity_of(stage, store, verifier), stage.profile.name)
     if stage.args.check:
         record.refuse_other_identity()
-        return "done" if record.done() else "todo"
+        return "done" if up_to_round(stage, record.done()) else "todo"
     if "RANK" in os.environ:
         return train_as_rank(stage, record, store, verifier)
-    if record.begin(stage.args.force, made_here):
-        log.info("already trained: %s", stage.run.train)
+    if begin(stage, record):
         return "skipped"
     return train(stage, record, store, verifier)
+
+
+def begin(stage: Stage, record: StageRecord) -> bool:
+    """Whether there is nothing left to do; else the folder is ready for work."""
+    old = record.done()
+    if old and not stage.args.force and not up_to_round(stage, old):
+        record.path.unlink()  # of the round before this one
+    if record.begin(stage.args.force, made_here):
+        log.info("already trained: %s", stage.run.train)
+        return True
+    return False
+
+
+def up_to_round(stage: Stage, old: dict | None) -> bool:
+    """Whether a finished record covers the round that is asked for."""
+    return bool(old) and (stage.args.round is None or old["round"][0] >= stage.args.round[0])
 
 
 def train_as_rank(stage: Stage, record: StageRecord, store, verifier) -> str:
@@ -81,10 +111,9 @@ def train_as_rank(stage: Stage, record: StageRecord, store, verifier) -> str:
     try:
         if dist.get_rank():
             log.setLevel(logging.ERROR)
-        decision = [dist.get_rank() == 0 and bool(record.begin(stage.args.force, made_here))]
+        decision = [dist.get_rank() == 0 and begin(stage, record)]
         dist.broadcast_object_list(decision, src=0)
         if decision[0]:
-            log.info("already trained: %s", stage.run.train)
             return "skipped"
         return train(stage, record, store, verifier)
     finally:
@@ -105,6 +134,7 @@ def train(stage: Stage, record: StageRecord, store, verifier) -> str:
         )
     elif trainer.rank == 0:
         trainer.metrics_file.unlink(missing_ok=True)
+    trainer.enter_round(stage.recipe.train.epochs)
     trainer.run_training()
     trainer.restore_best()
     heldout = measure_heldout(trainer, stage, store)
@@ -126,9 +156,13 @@ def identity_of(stage: Stage, store, verifier) -> dict:
             f"{store.folder} holds layers {store.layers}, the recipe asks for {verifier.served_layers}: "
             "rerun 03 with this recipe in another RUN_DIR"
         )
-    start = recipe.train.init_from
+    start, rounds = recipe.train.init_from, stage.args.round
+    if rounds and recipe.train.max_steps:
+        raise ConfigError("train.max_steps counts steps of a whole run; with --round leave it out")
     return {
-        "states": store.digest("train", "val"),
+        # In rounds the training states come and go; 03 answers for their being the ones of 01's rows.
+        "states": store.digest("val") if rounds else store.digest("train", "val"),
+        "rounds": rounds[1] if rounds else 1,
         "verifier": verifier.fingerprint,
         "layers": verifier.layers,
         "draft": recipe.draft.model_dump(mode="json"),
@@ -251,6 +285,19 @@ def make_model(stage: Stage, vocab_map, verifier, attention: str, autocast: bool
     return model
 
 
+def window(stage: Stage, store) -> list:
+    """Training samples: the round's share of 01's rows, all without --round."""
+    infos = store.select("train")
+    if not stage.args.round:
+        return infos
+    from eagle3.contract import read_jsonl
+
+    ids = [row["id"] for row in read_jsonl(stage.run.rows("train"))]
+    k, n = stage.args.round
+    taken = set(ids[len(ids) * (k - 1) // n : len(ids) * k // n])
+    return [info for info in infos if info.id in taken]
+
+
 def make_trainer(stage: Stage, store, verifier, identity: dict):
     """Feeds, model, TrainerConfig, and the trainer that ties them together.
 
@@ -279,7 +326,8 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
     val_steps = max(settings.ttt_steps, chain)
     infos = {}
     for split in ("train", "val", "heldout"):
-        infos[split], empty = usable(store.select(split), row, val_steps - 1)
+        chosen = window(stage, store) if split == "train" else store.select(split)
+        infos[split], empty = usable(chosen, row, val_steps - 1)
         if empty:
             log.info("%s: %d samples without a supervised token left out", split, empty)
     if not infos["train"]:
@@ -308,9 +356,11 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
         loss = {"kl_div": (fastpath.KlLoss(), 1.0)}
     kwargs = {"ttt_steps": settings.ttt_steps, "ttt_step_loss_decay": settings.ttt_decay, "loss_config": loss}
     trained = feed("train", settings.tokens_per_step, val_steps - 1, settings.seed)
-    lengths = [len(trained.plan(epoch)) for epoch in range(settings.epochs)]
+    k, n = stage.args.round or (1, 1)
+    lengths = [len(trained.plan(epoch)) for epoch in range((k - 1) * settings.epochs, k * settings.epochs)]
     total = min(sum(lengths), settings.max_steps or sum(lengths))
-    warmup = int(total * settings.warmup_ratio)
+    schedule = total if n == 1 else 1_000_000  # in rounds the schedule goes by fractions of the whole
+    warmup = int(schedule * settings.warmup_ratio)
     config = TrainerConfig(
         lr=settings.lr,
         num_epochs=settings.epochs,
@@ -322,7 +372,7 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
         muon_lr=settings.muon_lr,
         scheduler_type="none" if settings.schedule == "constant" else settings.schedule,
         scheduler_warmup_steps=warmup,
-        scheduler_total_steps=total,
+        scheduler_total_steps=schedule,
         hidden_states_dtype=torch.bfloat16 if autocast else torch.float32,
         log_freq=settings.log_every,
         fsdp_shard=settings.shard == "fsdp",
@@ -342,7 +392,9 @@ def make_trainer(stage: Stage, store, verifier, identity: dict):
         head=verifier.head().to(device),
         clip=settings.clip,
         warmup_steps=warmup,
+        schedule_steps=schedule,
         total_steps=total,
+        round=(k, n),
         chain=chain,
         val_steps=val_steps,
         constant=settings.schedule == "constant",
@@ -404,40 +456,47 @@ def describe(trainer, infos: dict, lengths: list[int], autocast: bool) -> None:
 
 def measure_heldout(trainer, stage: Stage, store) -> dict:
     """Walk over the stored held-out answers as chain serving does, with the best checkpoint."""
-    chain = trainer.job.chain
+    from eagle3.score import Walk
+
+    chain, (k, n) = trainer.job.chain, trainer.job.round
     result = {
-        "num_speculative_tokens": chain, "rows": 0, "drafts": 0, "accepted_per_position": None,
-        "acceptance_length": None,
-        "conditional_accuracy": None, "expected_acceptance_length": None, "domains": {},
-        "states": store.digest("heldout"), "why": "03_hidden holds no held-out answers",
+        "num_speculative_tokens": chain, "rows": 0, "drafts": 0, "accepted_counts": None,
+        "accepted_per_position": None, "acceptance_length": None, "conditional_accuracy": None,
+        "expected_acceptance_length": None, "domains": {}, "by_id": {}, "states": store.digest("heldout"),
     }  # fmt: skip
     if trainer.heldout is None:
-        return result
+        return {**result, "why": "03_hidden holds no held-out answers"}
+    if k < n:
+        return {**result, "why": f"measured after round {n}"}
     found = trainer.evaluate(trainer.heldout, trainer.job.val_steps, walk=True)
     trainer.heldout.close()
     walks = found.pop("walks")
-    total = type(next(iter(walks.values())))(chain)
-    for walk in walks.values():
+    total, domains = Walk(chain), {}
+    for domain, walk in walks.values():
         total.add(walk)
-    result |= {
-        "rows": len(trainer.heldout.infos),
-        "drafts": total.drafts,
-        "accepted_counts": total.accepted,
-        "accepted_per_position": [a / total.drafts for a in total.accepted],
-        "acceptance_length": total.length,
+        domains.setdefault(domain, Walk(chain)).add(walk)
+    return {
+        **result,
+        "rows": len(walks),
+        **walked(total),
         "conditional_accuracy": found["conditional_accuracy"],
         "expected_acceptance_length": found["expected_acceptance_length"],
-        "domains": {
-            name: {
-                "acceptance_length": w.length,
-                "drafts": w.drafts,
-                "accepted_per_position": [a / w.drafts for a in w.accepted],
-            }
-            for name, w in sorted(walks.items())
+        "domains": {name: walked(w) for name, w in sorted(domains.items())},
+        "by_id": {
+            name: {"drafts": w.drafts, "accepted_counts": w.accepted}
+            for name, (_, w) in sorted(walks.items())
         },
     }
-    del result["why"]
-    return result
+
+
+def walked(walk) -> dict:
+    """Figures of a walk, counted as vLLM's counters are."""
+    return {
+        "drafts": walk.drafts,
+        "accepted_counts": walk.accepted,
+        "accepted_per_position": [a / walk.drafts for a in walk.accepted],
+        "acceptance_length": walk.length,
+    }
 
 
 def finish(record: StageRecord, folder: Path, trainer, heldout: dict) -> None:
@@ -458,6 +517,7 @@ def finish(record: StageRecord, folder: Path, trainer, heldout: dict) -> None:
         trainer.rates(),
         best_step=best,
         steps=trainer.at.step,
+        round=list(trainer.job.round),
         val=val,
         heldout=heldout,
         vocabulary={"size": len(trainer.kept), **trainer.job.vocab_map.coverage},

@@ -74,7 +74,10 @@ class Job:
         norm, head: the verifier's final norm and whole head [V, H], on the training device.
         clip: gradient norm. constant: constant learning rate after warm-up (speculators has no such
             schedule).
-        warmup_steps, total_steps: optimizer steps.
+        warmup_steps, schedule_steps: of the learning rate's schedule.
+        total_steps: optimizer steps of this run (of this round).
+        round: (k, n), the k-th of n windows of the data. The schedule spans all rounds by the fraction done,
+            as the steps of rounds that are not extracted yet are unknown.
         val_every: steps between validations, None: once per epoch. log_every: steps between lines of
             metrics.jsonl.
         checkpoint_seconds, checkpoint_steps: when to save.
@@ -90,9 +93,11 @@ class Job:
     head: torch.Tensor
     clip: float
     warmup_steps: int
+    schedule_steps: int
     total_steps: int
     chain: int
     val_steps: int
+    round: tuple[int, int] = (1, 1)
     constant: bool = False
     val_every: int | None = None
     log_every: int = 10
@@ -105,7 +110,11 @@ class Job:
 
 @dataclass
 class Position:
-    """Where training stands: `step` optimizer steps done, `epoch_step` of them in `epoch`."""
+    """Where training stands: `step` optimizer steps done, `epoch_step` of them in `epoch`.
+
+    `round` is the window of data being trained on, which began after `round_start` steps and takes
+    `round_steps`.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -114,6 +123,9 @@ class Position:
     best_step: int | None = None
     best_length: float = 0.0
     val: dict = field(default_factory=dict)
+    round: int = 1
+    round_start: int = 0
+    round_steps: int = 0
 
 
 class Signals:
@@ -149,7 +161,8 @@ class DraftTrainer(Trainer):
     """
 
     def __init__(self, model, config: TrainerConfig, train: Feed, val: Feed | None, job: Job):
-        self.job, self.at, self.inner = job, Position(), model
+        self.job, self.inner = job, model
+        self.at = Position(round_steps=job.total_steps)
         super().__init__(model, config, train, val)
         self.device = next(self.inner.parameters()).device
         self.world = dist.get_world_size() if self.is_distributed else 1
@@ -186,6 +199,37 @@ class DraftTrainer(Trainer):
         if self.rank == 0:
             cut_metrics(self.metrics_file, self.at.step, self.at.validated)
 
+    @property
+    def end(self) -> int:
+        """The optimizer step that this run (this round) ends with."""
+        return self.at.round_start + self.job.total_steps
+
+    def enter_round(self, epochs: int) -> None:
+        """After `resume`: go on within this round, or begin it where the one before it ended.
+
+        Raises:
+            StageError: the round before is not finished.
+        """
+        at, (k, n) = self.at, self.job.round
+        if at.round == k and (at.step or k == 1):
+            return
+        if at.round != k - 1 or at.step < at.round_start + at.round_steps:
+            raise StageError(
+                f"round {k} of {n} builds on round {k - 1}, and training stands in round {at.round} at step "
+                f"{at.step - at.round_start} of {at.round_steps}: finish that one first (--round "
+                f"{at.round}/{n})"
+            )
+        at.round, at.round_start, at.round_steps = k, at.step, self.job.total_steps
+        at.epoch, at.epoch_step = (k - 1) * epochs, 0
+
+    def _schedulers_step(self) -> None:
+        k, n = self.job.round
+        if n > 1:
+            done = (self.at.step + 1 - self.at.round_start) / self.job.total_steps
+            for scheduler in self.schedulers:  # step() adds the one that is taken off here
+                scheduler.last_epoch = self.job.schedule_steps * (k - 1 + done) / n - 1
+        super()._schedulers_step()
+
     # -- the loop
 
     def run_training(self) -> None:
@@ -204,7 +248,7 @@ class DraftTrainer(Trainer):
         with Signals() as self.signals, bar or nullcontext():
             self.model.train()
             self._after_step(bar)  # a run stopped between a step and its validation catches up here
-            while self.at.step < self.job.total_steps:
+            while self.at.step < self.end:
                 if self.at.epoch_step >= len(plan(self.at.epoch)):
                     self.at.epoch, self.at.epoch_step = self.at.epoch + 1, 0
                 steps = plan(self.at.epoch)
@@ -216,7 +260,7 @@ class DraftTrainer(Trainer):
                             continue
                         self._finish_step(steps[batch.step])
                         self._after_step(bar)
-                        if self.at.step >= self.job.total_steps:
+                        if self.at.step >= self.end:
                             break
 
     def _train_row(self, batch: Batch, step: Step) -> None:
@@ -255,7 +299,7 @@ class DraftTrainer(Trainer):
 
     def _scored(self, number: int) -> bool:
         """Whether step `number` gets a line in metrics.jsonl (its accuracies cost a full head)."""
-        return number % self.job.log_every == 0 or number == self.job.total_steps
+        return number % self.job.log_every == 0 or number == self.end
 
     def _forward(self, batch: Batch, kwargs: dict):
         """speculators' forward on a row: (draft tokens per TTT step, loss, metrics)."""
@@ -303,7 +347,7 @@ class DraftTrainer(Trainer):
             bar.update(1, self._note())
         late = time.monotonic() - self._saved_at >= job.checkpoint_seconds
         stop, late = self._agree(self.signals.signum, late)
-        finished = at.step >= job.total_steps
+        finished = at.step >= self.end
         ended = at.epoch_step >= len(self.train_loader.plan(at.epoch))
         due = at.step and (finished or (ended if job.val_every is None else at.step % job.val_every == 0))
         better = False
@@ -379,14 +423,14 @@ class DraftTrainer(Trainer):
         Returns:
             {"conditional_accuracy": [steps], "expected_acceptance_length", "loss", "positions"} and with
                 `walk`
-            {"walks": {domain: Walk}}.
+            {"walks": {row id: (domain, Walk)}}.
         """
         self.model.eval()
         kwargs = {**(self.config.val_call_kwargs or self.config.train_call_kwargs), "ttt_steps": steps}
         trained = self.config.train_call_kwargs["ttt_steps"]
         sums = torch.zeros(2, steps, dtype=torch.float64, device=self.device)
         loss = torch.zeros(2, dtype=torch.float64, device=self.device)
-        walks: dict[str, Walk] = {}
+        walks: dict[str, tuple[str, Walk]] = {}
         with closing(feed.batches(0)) as stream:
             for batch in stream:
                 drafts, _, metrics = self._forward(batch, kwargs)
@@ -400,7 +444,9 @@ class DraftTrainer(Trainer):
         if self.is_distributed:
             dist.all_reduce(sums)
             dist.all_reduce(loss)
-            walks = _gather_walks(walks)
+            parts: list = [None] * self.world
+            dist.all_gather_object(parts, walks)
+            walks = {name: walk for part in parts for name, walk in part.items()}
         self.model.train()
         if hasattr(self.model, "reshard"):  # FSDP leaves the root whole after a forward without a backward
             self.model.reshard()
@@ -413,12 +459,14 @@ class DraftTrainer(Trainer):
         }
         return {**found, "walks": walks} if walk else found
 
-    def _walk(self, batch: Batch, right: torch.Tensor, walks: dict[str, Walk]) -> None:
+    def _walk(self, batch: Batch, right: torch.Tensor, walks: dict[str, tuple[str, Walk]]) -> None:
         rows = right[: self.job.chain, batch.loss_mask[0]].tolist()
         at = 0
         for piece in batch.row.pieces:
             n = piece.end - piece.start - (piece.info.prompt - 1)
-            walks.setdefault(piece.info.domain, Walk(self.job.chain)).answer([r[at : at + n] for r in rows])
+            walk = Walk(self.job.chain)
+            walk.answer([r[at : at + n] for r in rows])
+            walks[piece.info.id] = (piece.info.domain, walk)
             at += n
 
     def _matches(self, batch: Batch, drafts: list[torch.Tensor], keep: bool):
@@ -539,17 +587,6 @@ class _Window:
         self.tokens, self.paused, self.began, self.wait = 0, 0.0, now, wait
         self.sums = tuple(a + b for a, b in zip(self.sums, found, strict=True))
         return found
-
-
-def _gather_walks(walks: dict[str, Walk]) -> dict[str, Walk]:
-    """Walks of all ranks, added up by domain."""
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, walks)
-    total: dict[str, Walk] = {}
-    for part in parts:
-        for domain, walk in part.items():
-            total.setdefault(domain, Walk(walk.steps)).add(walk)
-    return total
 
 
 def _shares(values: list[float]) -> str:

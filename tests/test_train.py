@@ -370,6 +370,10 @@ def test_record_says_what_stages_after_it_need(unbroken):
         1 + sum(heldout["accepted_counts"]) / heldout["drafts"]
     )
     assert sum(d["drafts"] for d in heldout["domains"].values()) == heldout["drafts"] > 0
+    assert (
+        sum(d["drafts"] for d in heldout["by_id"].values()) == heldout["drafts"]
+        and len(heldout["by_id"]) == 6
+    )
     best = max(lines(unbroken, "val"), key=lambda x: x["expected_acceptance_length"])
     assert record["val"]["expected_acceptance_length"] == best["expected_acceptance_length"]
     assert set(weights(unbroken)) == {
@@ -679,3 +683,42 @@ def test_two_ranks_train_what_one_does(fresh, unbroken, monkeypatch, shard):
     alone, together = weights(unbroken, STEPS), weights(run, STEPS)
     assert all(torch.allclose(alone[n], together[n], atol=1e-4) for n in alone)
     assert len(json.loads((run / "run.json").read_text())["attempts"]) == (2 if shard == "fsdp" else 1)
+
+
+# --- rounds
+# -----------------------------------------------------------------------------------------------------
+
+
+def test_rounds_train_on_one_window_after_the_other(sharp, fresh, unbroken, capfd):
+    """Three windows extracted, trained on and deleted in turn: one schedule, one vocabulary, one curve."""
+    run, recipe = fresh(train__max_steps=None, train__epochs=1, train__warmup_ratio=0.0)
+    rows = token_rows(30)
+    prepare = run / "01_prepare"
+    prepare.mkdir()
+    ids = [f"train-{n:03d}" for n in range(30)]
+    (prepare / "train.jsonl").write_text("".join(json.dumps({"id": i}) + "\n" for i in ids))
+    assert train(run, recipe, "--round", "2/3") == 1  # what is here is no second round of anything
+    assert "builds on round 1" in capfd.readouterr().err
+    shutil.rmtree(run / "04_train")
+    ends = []
+    for k in (1, 2, 3):
+        shutil.rmtree(run / "03_hidden")
+        part = {
+            "train": rows[10 * k - 10 : 10 * k],
+            "val": token_rows(6, seed=1),
+            "heldout": token_rows(4, seed=2),
+        }
+        write_store(run / "03_hidden", sharp, part, first={"train": 10 * k - 10})
+        assert train(run, recipe, "--round", f"{k}/3") == 0
+        assert train(run, recipe, "--round", f"{k}/3") == 0 and "already trained" in capfd.readouterr().err
+        ends.append(last_step(run))
+        record = json.loads((run / "04_train" / "stage.json").read_text())
+        assert record["round"] == [k, 3] and bool(record["heldout"]["drafts"]) == (k == 3)
+    steps = [line["step"] for line in lines(run, "train")]
+    rates = [line["lr"] for line in lines(run, "train")]
+    assert steps == list(range(1, ends[-1] + 1)) and ends[0] < ends[1] < ends[2]
+    assert rates == sorted(rates, reverse=True) and rates[0] == 0.003  # one cosine over the whole, no restart
+    assert rates[ends[0]] == pytest.approx(
+        0.003 * 0.75, rel=1e-3
+    )  # a third of the way down: (1 + cos(pi/3)) / 2
+    assert train(run, recipe, "--round", "3/4") == 2  # another number of rounds is another run

@@ -63,11 +63,13 @@ def write_store(
     layers=(2, 4, 5),
     shard_bytes=200_000,
     break_row=None,
+    first=None,
 ):
     """A store of the toy verifier's states.
 
     Args:
         rows: split -> list of (ids, prompt length).
+        first: split -> number of its first row, else 0.
         break_row: called with (id, states) before a row is stored; returns what to store.
     """
     import torch
@@ -79,7 +81,7 @@ def write_store(
     folder.mkdir(parents=True, exist_ok=True)
     writer = StoreWriter(folder, "1of1", [*layers, 8], 32, dtype, shard_bytes)
     for split, items in rows.items():
-        for number, (ids, prompt) in enumerate(items):
+        for number, (ids, prompt) in enumerate(items, (first or {}).get(split, 0)):
             name = f"{split}-{number:03d}"
             states = states_of(model, ids, list(layers))
             if break_row:

@@ -253,7 +253,8 @@ def make_trainer(b: Bench, model, vocab_map, head, feed, autocast: bool, documen
     job = Job(
         folder=folder, checkpoints=Checkpoints(folder, {}), vocab_map=vocab_map, norm=model.verifier_norm,
         head=head,
-        clip=1.0, warmup_steps=10, total_steps=100_000, chain=3, val_steps=3, log_every=10, autocast=autocast,
+        clip=1.0, warmup_steps=10, schedule_steps=100_000, total_steps=100_000, chain=3, val_steps=3,
+        log_every=10, autocast=autocast,
         documents=documents, hook=hook,
     )  # fmt: skip
     return DraftTrainer(model, config, feed, None, job)
