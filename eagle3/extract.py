@@ -41,7 +41,7 @@ FAILURE_STREAK = 25
 TOP_LOGPROBS = 8
 # The server holds the logits of all prompt positions of a step at once: longer rows prove their last state
 # only.
-LONGEST_PROMPT_LOGPROBS = 2048
+LONGEST_PROMPT_LOGPROBS = 512
 
 
 class RowFailed(Exception):
@@ -196,17 +196,17 @@ class StateCheck:
         import torch
 
         done = sum(map(len, self.norms))
-        squares = (x * x).sum(-1, dtype=torch.float32)
-        if not torch.isfinite(squares).all():
-            t, k = (int(i) for i in (~torch.isfinite(squares)).nonzero()[0])
+        norms = torch.linalg.vector_norm(x, dim=-1).float()
+        if not torch.isfinite(norms).all():
+            t, k = (int(i) for i in (~torch.isfinite(norms)).nonzero()[0])
             raise RowFailed("not_finite", f"layer {self.layers[k]}, position {done + t}")
-        # A constant row has H * x0^2 as its square; only rows that come near it are looked at closely.
-        flat = (squares - x[..., 0].float() ** 2 * x.shape[-1]).abs() <= 0.02 * squares
+        # A constant row has |x0| * sqrt(H) as its norm; only rows that come near it are looked at closely.
+        flat = (norms - x[..., 0].float().abs() * x.shape[-1] ** 0.5).abs() <= 0.02 * norms
         for t, k in flat.nonzero().tolist():
             if (x[t, k] == x[t, k, 0]).all():
                 what = "zeros" if x[t, k, 0] == 0 else "constant"
                 raise RowFailed(what, f"layer {self.layers[k]}, position {done + t}")
-        self.norms.append(squares.sqrt().numpy())
+        self.norms.append(norms.numpy())
         if self._first is None:
             self._first = x[0].clone()
         probe = [x[0], x[len(x) // 2], x[-1]]
@@ -502,10 +502,9 @@ def parse_answer(reply: dict, prompt: list[int], given: list[int] | None) -> Ans
     """
     choice = reply["choices"][0]
     out, seen = choice.get("token_ids"), choice.get("prompt_token_ids")
-    sent = prompt if given is None else [*prompt, *given][:-1]
-    if out is None:
+    if given is None and out is None:
         raise RowFailed("no_token_ids", "the server does not return token ids; vLLM 0.26 or newer is needed")
-    if seen is not None and seen != sent:
+    if given is None and seen not in (None, prompt):
         raise RowFailed("other_prompt", f"the server answered {len(seen)} other prompt tokens")
     path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
     ids = [*prompt, *out] if given is None else [*prompt, *given]
@@ -615,8 +614,9 @@ class Extractor:
             self.gate.freed(size)
 
     def _body(self, row: Row, prompt: list[int], given: list[int] | None, proof: bool) -> dict:
-        body = {"prompt": prompt, "return_token_ids": True}
+        body = {"prompt": prompt}
         if given is None:
+            body["return_token_ids"] = True
             body |= {"max_tokens": self.settings.max_tokens, **self._sampling(row.id)}
             body["kv_transfer_params"] = {"include_output_tokens": True}
         else:
@@ -779,7 +779,7 @@ class WorkerPool:
 
 def ask_again(client: Client, ids: list[int], prompt: int, roots: list[Path]) -> dict[int, dict[int, float]]:
     """Log-probabilities of a stored sample, by a request of its own; its states are deleted."""
-    body = {"prompt": ids[:-1], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+    body = {"prompt": ids[:-1], "max_tokens": 1, "temperature": 0.0}
     body |= {"logprobs": TOP_LOGPROBS, "return_tokens_as_token_ids": True}
     if len(ids) <= LONGEST_PROMPT_LOGPROBS:
         body["prompt_logprobs"] = TOP_LOGPROBS

@@ -25,6 +25,9 @@ log = logging.getLogger("eagle3")
 
 # Positions looked at per row: a row's states are written in one go, so more would say little more.
 POSITIONS = 16
+# Work over the whole vocabulary in a run (64 rows: SmolLM2 6e10, Kimi 2e12 flops): when it is used up, shards
+# are proved by the differences between the likeliest tokens, which told wrong layers as well in every trial.
+FULL_FLOPS = 5e11
 # Head rows multiplied at once: 4,096 x 7,168 in float32 is 117 MB.
 SLICE = 4096
 
@@ -209,7 +212,7 @@ class Prover:
         threads: int = 1,
     ):
         self.head, self.said, self.rows, self.ask, self.threads = Head(verifier), said, rows, ask, threads
-        self.done, self.spread = 0, None
+        self.done, self.flops, self.spread = 0, 0.0, None
 
     def __call__(self, store: Store, shard: Shard) -> dict:
         """What to note about the shard.
@@ -224,9 +227,10 @@ class Prover:
         if not chosen:
             info = min(shard.samples, key=lambda s: s.tokens)
             chosen = [(info, self.ask(store.token_ids(info).tolist(), info.prompt))]
-        full = self.done < self.rows or self.spread is None
-        self.done += len(chosen)
         parts = [self._evidence(store, info, said) for info, said in chosen]
+        work = 2.0 * sum(len(e.tokens) for e in parts) * self.head.shape[0] * self.head.shape[1]
+        full = self.spread is None or (self.done < self.rows and self.flops + work <= FULL_FLOPS)
+        self.done, self.flops = self.done + len(chosen), self.flops + work * full
         bounds, path, spread = BOUNDS[store.dtype], store.folder / shard.name, None if full else self.spread
         found, row, worst, measured = compare(self.head, [e.final for e in parts], parts, bounds.gap, spread)
         if full:
