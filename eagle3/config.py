@@ -150,7 +150,7 @@ class TrainSection(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.02, ge=0, lt=1)
     optimizer: Literal["adamw", "muon"] = "adamw"
-    muon_lr: float = 0.02
+    muon_lr: float | None = Field(None, gt=0, description="of Muon's matrices, scaled as AdamW's; null: lr")
     weight_decay: float = 0.0
     clip: float = Field(1.0, gt=0)
     ttt_steps: int = Field(3, gt=0)

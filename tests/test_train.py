@@ -449,7 +449,12 @@ def test_a_tiny_set_without_validation_still_trains(sharp, fresh):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train__optimizer": "muon", "train__schedule": "constant", "draft__train_head": True},
+        {
+            "train__optimizer": "muon",
+            "train__muon_lr": 0.02,
+            "train__schedule": "constant",
+            "draft__train_head": True,
+        },
         {"train__loss": '{"ce": 0.5, "tv": 0.5}', "train__schedule": "linear", "draft__fc_norm": True},
         {"draft__vocab_size": "full", "train__val_every": 2, "evaluate__num_speculative_tokens": 5},
     ],
