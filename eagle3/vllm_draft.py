@@ -247,17 +247,16 @@ class Served:
             hidden = self.model.combine_hidden_states(states.to(self.device, self.config.model_config.dtype))
             ids = torch.cat([r.tokens for r in requests])
             positions = torch.cat([torch.arange(r.offset, r.offset + len(r)) for r in requests])
-            hidden, logits = self._step(ids, positions, hidden, n, n)
+            hidden, logits = self._step(0, ids, positions, hidden, n, n)
             found, last = [logits], n.cumsum(0) - 1
             for k in range(len(chain)):
-                hidden, logits = self._step(
-                    chain[k], start + n + k, hidden[last], torch.ones_like(n), n + k + 1
-                )
+                one = torch.ones_like(n)
+                hidden, logits = self._step(k + 1, chain[k], start + n + k, hidden[last], one, n + k + 1)
                 found.append(logits)
                 last = torch.arange(len(requests))
         return found
 
-    def _step(self, ids, positions, hidden, query: torch.Tensor, total: torch.Tensor):
+    def _step(self, step: int, ids, positions, hidden, query: torch.Tensor, total: torch.Tensor):
         """One forward over a ragged batch: `query` new slots per request, `total` slots with them."""
         import torch
         from vllm.forward_context import set_forward_context
@@ -283,7 +282,7 @@ class Served:
                 slot_mapping=where.to(device),
                 causal=True,
             )
-            metadata[name] = builder.build(0, common)
+            metadata[name] = builder.build_for_drafting(common, step)
             mapping[name] = where.to(device)
         with set_forward_context(metadata, self.config, num_tokens=len(ids), slot_mapping=mapping):
             out, fed_back = self.model(

@@ -3,10 +3,10 @@
     python tests/bench/parity_matrix.py [--only TEXT] [--flip]
 
 80 cells: {Llama verifier, Kimi-shaped verifier} x {plain, norm_before_residual, norm_before_fc, fc_norm,
-norm_output} x {full vocabulary, reduced} x {full attention, window 8} x {default rope, yarn 64 with mscale pair}.
-In each, a random draft is exported and vLLM's draft class must agree with the trained one in float32 and bf16.
-`--flip` also inverts each norm flag, the window and the rope in the exported config, one at a time: the gate must
-refuse each.
+norm_output} x {full vocabulary, reduced} x {full attention, window 8} x {default rope, yarn 64 with mscale
+pair}. In each, a random draft is exported and vLLM's draft class must agree with the trained one in float32
+and bf16. `--flip` also inverts each norm flag, the window and the rope in the exported config, one at a
+time: the gate must refuse each.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as tmp, contextlib.redirect_stdout(sys.stderr):
         base = Path(tmp)
         make = {
-            "llama": lambda: conftest.make_toy_verifier(base / "llama", max_position_embeddings=262144),
+            # Heads of 32: vLLM's Triton attention sizes its buffers by the verifier's heads, not the draft's.
+            "llama": lambda: conftest.make_toy_verifier(
+                base / "llama", max_position_embeddings=262144, head_dim=32
+            ),
             "kimi": lambda: open_verifier(load_recipe("kimi-tiny")).path,
         }
         paths = {name: build() for name, build in make.items() if not args.only or name in args.only}
