@@ -130,8 +130,8 @@ def sample_bytes(tokens: int, prompt: int, aux: int, hidden: int, dtype: str) ->
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 [..., H] -> (fp8 e4m3 [..., H], float32 scale [...]): value = fp8 * scale, a scale per row.
 
-    The largest value of a row becomes 448, the largest of e4m3. The multiplier is rounded to bf16 first (twice
-    as fast as through float32) and the scale is its exact inverse, so that costs no precision.
+    The largest value of a row becomes 448, the largest of e4m3. The multiplier is rounded to bf16 first
+    (twice as fast as through float32) and the scale is its exact inverse, so that costs no precision.
     """
     import torch
 
