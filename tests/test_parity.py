@@ -265,7 +265,7 @@ def test_stored_states_are_re_extracted(tmp_path, llama):
     ids = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(1))
     for shift in (0, 1):
         layers = [k - shift for k in verifier.layers]
-        states = parity.verifier_states(verifier, ids[:-1], [*layers, 7]).bfloat16()
+        states = parity.verifier_states(parity.load_verifier(verifier), ids[:-1], [*layers, 7]).bfloat16()
         (tmp_path / f"{shift}").mkdir()
         writer = StoreWriter(tmp_path / f"{shift}", "0of1", verifier.served_layers, 32, "bf16", 10**8)
         entry = {"id": "a", "split": "heldout", "domain": "d", "source": "s", "input": "x"}
@@ -282,7 +282,8 @@ def test_stored_states_are_re_extracted(tmp_path, llama):
 def test_re_extraction_reads_a_nested_verifier(kimi):
     import torch
 
-    states = parity.verifier_states(open_toy(kimi), torch.arange(10, 20), [2, 4, 5])
+    model = parity.load_verifier(open_toy(kimi))
+    states = parity.verifier_states(model, torch.arange(10, 20), [2, 4, 5])
     assert states.shape == (10, 3, 256) and bool(torch.isfinite(states).all())
 
 
