@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from eagle3.cli import Stage, run_stage, stage_parser
-from eagle3.contract import ConfigError, StageError
+from eagle3.contract import ConfigError, Interrupted, StageError
 from eagle3.record import StageRecord, differences, file_sha256, files_of
 
 log = logging.getLogger("eagle3")
@@ -108,16 +108,18 @@ def train_as_rank(stage: Stage, record: StageRecord, store, verifier) -> str:
     from speculators.train import distributed
 
     distributed.maybe_setup_distributed()
+    if dist.get_rank():
+        log.setLevel(logging.ERROR)
+    decision = [dist.get_rank() == 0 and begin(stage, record)]
+    dist.broadcast_object_list(decision, src=0)
     try:
-        if dist.get_rank():
-            log.setLevel(logging.ERROR)
-        decision = [dist.get_rank() == 0 and begin(stage, record)]
-        dist.broadcast_object_list(decision, src=0)
-        if decision[0]:
-            return "skipped"
-        return train(stage, record, store, verifier)
-    finally:
+        status = "skipped" if decision[0] else train(stage, record, store, verifier)
+    except Interrupted:
+        # All ranks stop together. After an error others may sit in a collective: joining them would hang.
         distributed.maybe_destroy_distributed()
+        raise
+    distributed.maybe_destroy_distributed()
+    return status
 
 
 def train(stage: Stage, record: StageRecord, store, verifier) -> str:
@@ -144,8 +146,7 @@ def train(stage: Stage, record: StageRecord, store, verifier) -> str:
     return "done"
 
 
-# --- set-up
-# -----------------------------------------------------------------------------------------------------
+# --- set-up -------------------------------------------------------------------------------------------------
 
 
 def identity_of(stage: Stage, store, verifier) -> dict:
@@ -451,8 +452,7 @@ def describe(trainer, infos: dict, lengths: list[int], autocast: bool) -> None:
     )  # fmt: skip
 
 
-# --- results
-# ----------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------
 
 
 def measure_heldout(trainer, stage: Stage, store) -> dict:

@@ -117,8 +117,7 @@ def stop_at(monkeypatch, step: int, how):
     monkeypatch.setattr(DraftTrainer, "_finish_step", finish)
 
 
-# --- what is computed
-# -------------------------------------------------------------------------------------------
+# --- what is computed ---------------------------------------------------------------------------------------
 
 
 def parts(recipe_file: Path, run: Path, attention: str, **flags):
@@ -329,8 +328,7 @@ def test_top1_is_taken_over_the_whole_head():
     assert torch.equal(score.full_top1(states, norm, head), (states @ head.T).argmax(-1))
 
 
-# --- honest steps
-# -----------------------------------------------------------------------------------------------
+# --- honest steps -------------------------------------------------------------------------------------------
 
 
 def test_fifteen_steps_are_fifteen(unbroken):
@@ -455,7 +453,12 @@ def test_a_tiny_set_without_validation_still_trains(sharp, fresh):
             "train__schedule": "constant",
             "draft__train_head": True,
         },
-        {"train__loss": '{"ce": 0.5, "tv": 0.5}', "train__schedule": "linear", "draft__fc_norm": True},
+        {
+            "train__loss": '{"ce": 0.5, "tv": 0.5}',
+            "train__schedule": "linear",
+            "draft__fc_norm": True,
+            "train__logger": "tensorboard",
+        },
         {"draft__vocab_size": "full", "train__val_every": 2, "evaluate__num_speculative_tokens": 5},
     ],
     ids=["muon-constant-head", "two-losses-linear-fc_norm", "full-vocabulary-longer-chain"],
@@ -468,6 +471,8 @@ def test_other_settings_train(fresh, changes):
         assert "lm_head.weight" in weights(run) and rates[-1] == [0.02, 0.003]
     if "draft__fc_norm" in changes:
         assert "fc_norm.2.weight" in weights(run)
+        assert list((run / "04_train" / "logger").rglob("events.out.tfevents*"))
+        assert "best: step" in (run / "logs" / "04.log").read_text()  # the logger left ours alone
     if "train__val_every" in changes:
         assert [x["step"] for x in lines(run, "val")] == [2, 4] and len(lines(run, "val")[0]["acc"]) == 5
 
@@ -495,8 +500,7 @@ def test_ten_samples_are_learned_by_heart(sharp, fresh):
     assert record["heldout"]["acceptance_length"] > 3.5, record["heldout"]
 
 
-# --- stop and go on
-# ---------------------------------------------------------------------------------------------
+# --- stop and go on -----------------------------------------------------------------------------------------
 
 
 def equals_unbroken(run: Path, unbroken: Path) -> None:
@@ -538,10 +542,8 @@ def test_a_kill_loses_only_steps_since_the_checkpoint(fresh, unbroken, monkeypat
 def test_kill_9_of_the_real_command(fresh, unbroken):
     run, recipe = fresh(train__checkpoint_steps=1)
     command = [sys.executable, str(ROOT / "04_train.py"), "--run-dir", str(run), "--recipe", str(recipe)]
-    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    metrics, end = run / "04_train" / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < end:
-        time.sleep(0.02)
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(run, 3, child)
     child.kill()
     assert child.wait() == -signal.SIGKILL
     assert train(run, recipe) == 0
@@ -649,8 +651,7 @@ def test_continue_from_keeps_weights_and_vocabulary(fresh, unbroken, template, c
     assert train(run, recipe, "--force", "--continue-from", str(run / "nowhere")) == 2
 
 
-# --- several processes
-# ------------------------------------------------------------------------------------------
+# --- several processes --------------------------------------------------------------------------------------
 
 
 def test_accelerates_own_sharding_is_refused(fresh, monkeypatch, capfd):
@@ -660,38 +661,63 @@ def test_accelerates_own_sharding_is_refused(fresh, monkeypatch, capfd):
     assert "train.shard" in message and "ACCELERATE_USE_FSDP" in message
 
 
-def launch(run: Path, recipe: Path, processes: int, *more: str, port: int):
-    """`accelerate launch`, which is torchrun, on CPU; rows of 48 make several a step."""
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes),
-        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port",
-        str(port),
-        str(ROOT / "04_train.py"), "--run-dir", str(run), "--recipe", str(recipe), *more,
-    ]  # fmt: skip
+def launch(run: Path, recipe: Path, *more: str, port: int, launcher: str = "torchrun") -> subprocess.Popen:
+    """04 as two processes on this CPU; rows of 48 make several a step."""
+    start = {
+        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)],
+        "accelerate": [
+            "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port),
+        ],
+    }[launcher]  # fmt: skip
+    stage = [str(ROOT / "04_train.py"), "--run-dir", str(run), "--recipe", str(recipe), *more]
     env = {**os.environ, "TRAIN_ROW_TOKENS": "48", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.Popen([sys.executable, *start, *stage], env=env, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
-def test_two_ranks_train_what_one_does(fresh, unbroken, monkeypatch, shard):
-    """Same samples and losses in every step; a checkpoint of one process continues on two."""
-    run, recipe = fresh(train__shard=shard)
-    if shard == "fsdp":  # other world size: the first four steps alone, the rest together
-        with monkeypatch.context() as patch:
-            stop_at(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
-            assert train(run, recipe) == 143
-    done = launch(run, recipe, 2, port=29701 if shard == "ddp" else 29702)
-    assert done.returncode == 0, done.stderr[-3000:]
+def wait_for(run: Path, count: int, child: subprocess.Popen) -> None:
+    """Until metrics.jsonl has so many lines."""
+    metrics, end = run / "04_train" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") >= count) and time.monotonic() < end:
+        assert child.poll() is None, child.communicate()[1][-3000:]
+        time.sleep(0.02)
+
+
+def like_unbroken(run: Path, unbroken: Path) -> None:
+    """The same up to the order in which floats were summed."""
     for mine, theirs in zip(lines(run), lines(unbroken), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4), mine["step"]
         assert mine["step"] == theirs["step"] and mine["split"] == theirs["split"]
     alone, together = weights(unbroken, STEPS), weights(run, STEPS)
     assert all(torch.allclose(alone[n], together[n], atol=1e-4) for n in alone)
-    assert len(json.loads((run / "run.json").read_text())["attempts"]) == (2 if shard == "fsdp" else 1)
 
 
-# --- rounds
-# -----------------------------------------------------------------------------------------------------
+def test_two_ranks_train_what_one_does_and_stop_together(fresh, unbroken):
+    """DDP: the same losses; TERM to the launcher saves; one process finishes what two began."""
+    run, recipe = fresh()
+    child = launch(run, recipe, port=29701)
+    wait_for(run, 4, child)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=100)
+    assert child.returncode != 0 and 4 <= last_step(run) < STEPS
+    assert [a["status"] for a in json.loads((run / "run.json").read_text())["attempts"]] == ["interrupted"]
+    assert train(run, recipe) == 0
+    like_unbroken(run, unbroken)
+
+
+def test_sharded_ranks_continue_what_one_began(fresh, unbroken, monkeypatch):
+    """FSDP2 under accelerate launch, from a checkpoint of one process: it has one form for all."""
+    run, recipe = fresh(train__shard="fsdp")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(run, recipe) == 143
+    child = launch(run, recipe, port=29702, launcher="accelerate")
+    error = child.communicate(timeout=300)[1]
+    assert child.returncode == 0, error[-3000:]
+    like_unbroken(run, unbroken)
+
+
+# --- rounds -------------------------------------------------------------------------------------------------
 
 
 def test_rounds_train_on_one_window_after_the_other(sharp, fresh, unbroken, capfd):
