@@ -298,11 +298,17 @@ class Staged:
             raise Transient(f"{self.path.name}: {err}") from None
 
 
-def chunks_of(path: Path, begin: int, shape: list[int], count: int) -> Iterator[torch.Tensor]:
-    """bf16 [t, L, H] chunks of the first `count` states of a staged tensor; the buffer is reused."""
+def chunks_of(path: Path, entry: tuple, count: int) -> Iterator[torch.Tensor]:
+    """bf16 [t, L, H] chunks of the first `count` states of a staged tensor; the buffer is reused.
+
+    Args:
+        entry: its (dtype, shape, first byte, bytes); a server on a CPU without bf16 computes in float32.
+    """
     import torch
 
-    width = shape[1] * shape[2] * 2
+    kind, shape, begin, _ = entry
+    dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[kind]
+    width = shape[1] * shape[2] * dtype.itemsize
     step = max(1, CHUNK_BYTES // width)
     buffer = torch.empty(min(step, count) * width, dtype=torch.uint8)
     view = memoryview(buffer.numpy())
@@ -311,7 +317,8 @@ def chunks_of(path: Path, begin: int, shape: list[int], count: int) -> Iterator[
         for at in range(0, count, step):
             size = min(step, count - at) * width
             pread_into(fd, view[:size], begin + at * width, path)
-            yield buffer[:size].view(torch.bfloat16).view(-1, shape[1], shape[2])
+            chunk = buffer[:size].view(dtype).view(-1, shape[1], shape[2])
+            yield chunk if dtype == torch.bfloat16 else chunk.to(torch.bfloat16)
     finally:
         os.close(fd)
 
@@ -691,8 +698,8 @@ class Extractor:
         header = staged.open()
         if "hidden_states" not in header or "token_ids" not in header:
             raise RowFailed("no_tensors", f"the staged file holds {', '.join(sorted(header))}")
-        dtype, shape, begin, _ = header["hidden_states"]
-        if dtype != "BF16" or len(shape) != 3 or shape[1:] != [len(self.layers), self.hidden]:
+        dtype, shape, _, _ = header["hidden_states"]
+        if dtype not in ("BF16", "F32") or len(shape) != 3 or shape[1:] != [len(self.layers), self.hidden]:
             raise RowFailed(
                 "shape",
                 f"states are {dtype} {shape}, expected BF16 [{count}, {len(self.layers)}, {self.hidden}]",
@@ -704,7 +711,7 @@ class Extractor:
             raise RowFailed("other_tokens", "token ids beside the states are not those of the answer")
         slot, check = self.writer.begin(answer.ids, answer.prompt), StateCheck(self.layers, ids)
         try:
-            for chunk in chunks_of(staged.path, begin, shape, count):
+            for chunk in chunks_of(staged.path, header["hidden_states"], count):
                 if self.stop.is_set():
                     raise Stopped
                 check.add(chunk)
