@@ -159,7 +159,8 @@ def raw(tensor) -> memoryview:
 
         if not tensor.is_contiguous():
             raise ValueError("a buffer for states must be contiguous")
-        return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        # as_strided, because a dimension of size 1 may have any stride and still be contiguous.
+        return memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
     return memoryview(tensor).cast("B")
 
 

@@ -229,7 +229,7 @@ def short(states, ids, number):
 
 
 def too_large(states, ids, number):
-    return states * 1000 if number == 16 else states
+    return states * 1000 if number == 14 else states
 
 
 def same_layers(states, ids, number):
@@ -264,6 +264,7 @@ def test_a_spoiled_sample_is_named_the_others_are_stored_and_a_rerun_redoes_it(
     toy, spoil, reason, monkeypatch
 ):
     monkeypatch.setenv("EXTRACT_REQUESTS", "1")
+    monkeypatch.setattr(extract.LayerRange, "SETTLED", 6)
     with toy.stub() as stub:
         stub.spoil = spoil
         assert toy.run() == 1

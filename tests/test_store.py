@@ -308,3 +308,17 @@ def test_kill_9_costs_at_most_the_open_shard(tmp_path):
     add(writer, 10**6)
     writer.close()
     assert len(Store.open(tmp_path).samples) == len(store.samples) + 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_smallest_sample_has_one_state(tmp_path, dtype):
+    writer = StoreWriter(tmp_path, "1of1", LAYERS, HIDDEN, dtype)
+    slot = writer.begin([7, 8], 1)
+    slot.write(make_sample(1)[0][:1])
+    slot.commit(id="a", split="train", domain="d", source="s", input="x")
+    with pytest.raises(ValueError, match="can't have a prompt of 2"):
+        writer.begin([7, 8], 2)
+    writer.close()
+    (info,) = Store.open(tmp_path).samples
+    sample = Store.open(tmp_path).read(info, verify=True)
+    assert (info.states, info.finals, sample.aux.shape) == (1, 1, (1, 3, HIDDEN))
