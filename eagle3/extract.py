@@ -694,6 +694,8 @@ class Extractor:
 
     def _store(self, row: Row, answer: Answer, flags: tuple[str, ...], staged: Staged) -> None:
         """Check staged states while copying them into the open shard."""
+        if self.stop.is_set():
+            raise Stopped
         count = len(answer.ids) - 1
         header = staged.open()
         if "hidden_states" not in header or "token_ids" not in header:

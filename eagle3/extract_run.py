@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 from collections import Counter
@@ -113,20 +112,25 @@ class Work:
             self.stop.set()
             raise
         finally:
-            quiet = pool.join(5.0)
-            self._close(writer, discard=not quiet)
+            self._close(pool, writer)
         if pool.error:
             raise pool.error
 
-    def _close(self, writer, discard: bool) -> None:
-        """Seal what is whole; if that fails while another error is on its way, that one counts."""
+    def _close(self, pool: WorkerPool, writer: StoreWriter | None) -> None:
+        """Seal what is whole; if that fails while another error is on its way, that one counts.
+
+        Threads that wait for an answer are left behind; those that are storing one get five seconds.
+        """
         if writer is None:
             return
-        pending = sys.exc_info()[0] is not None or self.stop.is_set()
+        stopped = self.stop.is_set()
+        deadline = time.monotonic() + 5.0
+        while stopped and writer.pending and time.monotonic() < deadline:
+            pool.join(0.05)
         try:
-            writer.close(discard)
+            writer.close(discard=writer.pending > 0)
         except StageError as err:
-            if not pending:
+            if not stopped:
                 raise
             log.warning("the open shard is lost: %s", err)
 

@@ -736,7 +736,7 @@ class StoreWriter:
         # Two at once: one waits for the disk while the other is read back. More would only hold memory.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="seal")
         self._room = threading.Semaphore(3)
-        self._waiting = 0
+        self._waiting = self._pending = 0
         self._sealing: list[Future] = []
 
     def begin(self, token_ids: list[int], prompt: int) -> Slot:
@@ -783,6 +783,12 @@ class StoreWriter:
         """Note a row that is left out on purpose; durable with the next sealed shard or close."""
         with self._lock:
             self._dropped.append(entry)
+
+    @property
+    def pending(self) -> int:
+        """Samples begun and neither committed nor aborted."""
+        with self._lock:
+            return self._pending
 
     def next_shard(self) -> None:
         """Let later samples begin another shard."""
@@ -844,6 +850,7 @@ class StoreWriter:
         # Until the entry is known, room for an ordinary one; _settle corrects it.
         shard.header += 400
         shard.pending += 1
+        self._pending += 1
         return slot
 
     def _new_shard(self) -> _Open:
@@ -863,6 +870,7 @@ class StoreWriter:
             shard = slot.shard
             slot.entry = entry
             shard.pending -= 1
+            self._pending -= 1
             shard.header -= 400
             if entry:
                 # Strings are escaped twice: JSON lists inside the header's JSON.
