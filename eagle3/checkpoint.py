@@ -53,6 +53,17 @@ def why_broken(folder: Path) -> str | None:
     return None
 
 
+def draft_folder(given: str) -> Path:
+    """The checkpoint folder `init_from` means: itself, or the best one of a 04_train or run directory."""
+    path = Path(given)
+    for folder in (path, path / "best", path / "04_train" / "best"):
+        if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
+            return folder.resolve()
+    raise ConfigError(
+        f"train.init_from {given}: no config.json and model.safetensors there, nor in best/ below it"
+    )
+
+
 class Checkpoints:
     """The checkpoints of one 04_train folder.
 
@@ -147,8 +158,7 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- training state as plain tensors
-# ----------------------------------------------------------------------------
+# --- training state as plain tensors ------------------------------------------------------------------------
 
 
 def plain_name(name: str) -> str:

@@ -1,8 +1,7 @@
 """The training loop: a subclass of speculators' Trainer that adds accumulation, exact resume and honesty.
 
-Inherited: model set-up (device, DDP, FSDP2), optimizers, schedules, losses, metrics, TrainerConfig. Replaced:
-    the loop,
-the checkpoints, validation.
+Inherited: model set-up (device, DDP, FSDP2), optimizers, schedules, losses, metrics, TrainerConfig.
+Replaced: the loop, the checkpoints, validation.
 
 Weighting. Speculators' loss of one row is the sum over TTT steps of decay^k times the mean over the row's n
 supervised positions (with n + 1e-5 in the denominator). A step's loss is the mean over all its N supervised
@@ -41,6 +40,7 @@ from eagle3.checkpoint import (
 )
 from eagle3.contract import Interrupted, StageError, write_text
 from eagle3.feed import Batch, Feed, Row, Step, diagnose
+from eagle3.meters import Window, cut_metrics, flops_per_token, peak_flops
 from eagle3.progress import Progress
 from eagle3.score import Top1Cache, Walk, chain_counts, conditional, expected_length, matches
 
@@ -49,14 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("eagle3")
 metric_log = logging.getLogger("speculators.metrics")
-
-# Dense bf16 matmul peak by a part of the GPU's name, FLOP/s (vendors' data sheets, without sparsity).
-PEAK_FLOPS = {
-    "B300": 2250e12, "B200": 2250e12, "GB200": 2500e12, "H200": 989e12, "H100": 989e12, "H20": 148e12,
-    "A100": 312e12,
-    "RTX PRO 6000": 504e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 5090": 210e12,
-}  # fmt: skip
-
 
 NOT_MEASURED = {
     "conditional_accuracy": None, "expected_acceptance_length": None, "loss": None, "positions": 0,
@@ -172,7 +164,7 @@ class DraftTrainer(Trainer):
         self.flops = flops_per_token(self.inner, config.train_call_kwargs["ttt_steps"])
         self.peak = peak_flops(self.device)
         self._saved_at, self.save_seconds = time.monotonic(), 0.0
-        self._window = _Window(train.wait_seconds)
+        self._window = Window(train.wait_seconds)
         self._open: _OpenStep | None = None
 
     # -- set-up
@@ -568,66 +560,8 @@ class _OpenStep:
         self.rows: list[Row] = []
 
 
-class _Window:
-    """Tokens, seconds and waiting since the last log line, without validation and saves."""
-
-    def __init__(self, wait: float):
-        self.tokens, self.paused, self.began, self.wait = 0, 0.0, time.monotonic(), wait
-        self.sums = (0, 0.0, 0.0)
-
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
-
-    def pause(self, seconds: float) -> None:
-        self.paused += seconds
-
-    def close(self, wait: float) -> tuple[int, float, float]:
-        now = time.monotonic()
-        found = self.tokens, now - self.began - self.paused, wait - self.wait
-        self.tokens, self.paused, self.began, self.wait = 0, 0.0, now, wait
-        self.sums = tuple(a + b for a, b in zip(self.sums, found, strict=True))
-        return found
-
-
 def _shares(values: list[float]) -> str:
     return "/".join(f"{v:.2f}" for v in values)
-
-
-def cut_metrics(path: Path, step: int, validated: int) -> None:
-    """Drop lines after a checkpoint (and a torn last one), so that a resumed curve has every step once."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if entry["step"] <= (step if entry["split"] == "train" else validated):
-            kept.append(line)
-    write_text(path, "".join(line + "\n" for line in kept))
-
-
-def flops_per_token(model: torch.nn.Module, ttt_steps: int) -> float:
-    """Matrix-product FLOPs that training spends on one position (attention scores left out: under 2 % at 2k
-    tokens).
-
-    2 per weight forward, 2 more for the gradient of the input, 2 more for that of the weight:
-    TTT steps * (6 * decoder layers + (4 frozen or 6 trained) * head) + 4 * fc + 2 * head (targets).
-    MFU = this * tokens/s / (peak of the GPU * GPUs); the embedding look-up costs none.
-    """
-    layers = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
-    head = model.lm_head.weight.numel()
-    per_head = 6 if model.lm_head.weight.requires_grad else 4
-    return ttt_steps * (6 * layers + per_head * head) + 4 * model.fc.weight.numel() + 2 * head
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the GPU by its name, None where it is not in the table."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def refuse_other_launchers() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import os
 import shlex
@@ -32,6 +31,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 
+from eagle3 import training  # noqa: E402
+
 STOCK = {
     "norm_before_residual": True,
     "norm_before_fc": True,
@@ -40,13 +41,6 @@ STOCK = {
     "train_head": False,
     "sliding_window": 2048,
 }
-
-
-def stage_module():
-    spec = importlib.util.spec_from_file_location("stage_04_train", ROOT / "04_train.py")
-    module = sys.modules["stage_04_train"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Clock:
@@ -88,7 +82,7 @@ class Ours:
         from eagle3.store import Store
         from eagle3.verifier import open_verifier
 
-        self.module, self.work = stage_module(), work
+        self.work = work
         recipe = load_recipe(args.recipe, [*overrides, "train.checkpoint_minutes=600", "train.log_every=50"])
         work.mkdir(parents=True)
         (work / "03_hidden").symlink_to(Path(args.run_dir).resolve() / "03_hidden")
@@ -102,7 +96,7 @@ class Ours:
 
     def trainer(self):
         shutil.rmtree(self.work / "04_train", ignore_errors=True)
-        return self.module.make_trainer(self.stage, self.store, self.verifier, {})
+        return training.make_trainer(self.stage, self.store, self.verifier, {})
 
     def seconds_per_step(self) -> float:
         """Without the first step, which pays for warm-up."""
@@ -152,7 +146,7 @@ class Stock:
 
     def __init__(self, args, base: Ours, work: Path):
         self.base, self.work, self.row = base, work, 1024
-        self.dtype = torch.bfloat16 if base.module.autocasts() else torch.float32
+        self.dtype = torch.bfloat16 if training.autocasts() else torch.float32
         self.write_data()
 
     def write_data(self) -> None:
@@ -260,7 +254,7 @@ def main() -> int:
     from eagle3.trainer import log
 
     log.setLevel("INFO")
-    stage_module().prepare_torch()
+    training.prepare_torch()
     out: dict = {"bench": "train_quality", "minutes": args.minutes, "threads": torch.get_num_threads()}
     variants = args.ours or [""]
     for n, text in enumerate(variants):
