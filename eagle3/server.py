@@ -71,13 +71,13 @@ def served_name(verifier) -> str:
 
 
 def staging_candidates(run: RunDir) -> list[Path]:
-    """Folders that a server of this run directory may leave states in: in shared memory, or on the run's disk."""
+    """Where a server of this run may leave states: in shared memory, or on the run's disk."""
     key = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
     return [Path("/dev/shm") / f"eagle3-{os.getuid()}-{key}", run.hidden / ".staging"]
 
 
 def staging_dir(run: RunDir, profile) -> Path:
-    """Where the server leaves states for 03: shared memory if it holds the budget, else the run's own disk."""
+    """Where the server leaves states for 03: shared memory if it holds the budget, else the run's disk."""
     shared, disk = staging_candidates(run)
     roomy = shared.parent.is_dir() and (
         shutil.disk_usage(shared.parent).free > 2 * profile.EXTRACT_STAGING_GB * 1e9
@@ -147,6 +147,9 @@ def server_args(mode: str, stage, verifier, draft: Path | None = None, port: int
         args += ["--speculative-config", json.dumps(spec), "--kv-transfer-config", json.dumps(transfer)]
         args += ["--no-enable-prefix-caching"]
     elif draft is not None:
+        if profile.cpu and verifier.value("kv_lora_rank"):
+            # The CPU's attention and its MLA kernel must agree on a block size.
+            args += ["--worker-extension-cls", "patches.vllm_cpu_mla_draft.WorkerExtension"]
         spec = {"method": "eagle3", "model": str(draft)}
         spec["num_speculative_tokens"] = recipe.evaluate.num_speculative_tokens
         args += ["--speculative-config", json.dumps(spec)]

@@ -92,11 +92,11 @@ PLAIN = {
 }  # kept when decoding
 
 LAYERS, HIDDEN, Q_RANK, KV_RANK, ROPE = 8, 256, 48, 512, 64
-# Heads, and the non-rotary and value size of each. The real 128 and 128 would cost a CPU most of its
-# time: with more than one query position a step (extraction, speculation) vLLM's CPU MLA expands the
-# whole context by kv_b_proj (8 heads x 128, 31 requests: 10 s a step, run). 16 + 64 = 80 for query and
-# value, because FlashAttention 3 wants them equal.
-HEADS, NOPE, V_DIM = 4, 16, 80
+# Heads, and the non-rotary and value size of each. GPUs have prefill kernels for the real sizes only (vLLM
+# 0.26 on an H200: "No valid MLA prefill backend found" for 16 and 80). They would cost a CPU most of its
+# time: with more than one query position a step (extraction, speculation) vLLM's CPU MLA expands the whole
+# context by kv_b_proj (8 heads x 128, 31 requests: 10 s a step, run).
+GPU_HEADS, CPU_HEADS = (8, 128, 128), (4, 16, 80)
 EXPERTS, TOP_K, DENSE, MOE, SCALING = 8, 2, 256, 128, 2.827
 MODES, DIGITS, AHEAD = 4, 6, {2: 4, 4: 3, 5: 2, 8: 1}  # layer id -> how many steps ahead its word is
 ROPE_PARAMETERS = {
@@ -299,7 +299,7 @@ class Space:
 class Builder:
     """All tensors of the text model, from a language and a seed."""
 
-    def __init__(self, language: Language, seed: int, heads: tuple[int, int, int] = (HEADS, NOPE, V_DIM)):
+    def __init__(self, language: Language, seed: int, heads: tuple[int, int, int] = CPU_HEADS):
         import torch
 
         self.torch, self.language, self.heads = torch, language, heads
@@ -771,7 +771,7 @@ def build(
     int4: bool = False,
     seed: int = 0,
     *,
-    heads: tuple[int, int, int] = (HEADS, NOPE, V_DIM),
+    heads: tuple[int, int, int] | None = None,
     decoys: bool = True,
     drop: tuple[str, ...] = (),
     extra: dict | None = None,
@@ -779,14 +779,18 @@ def build(
     text: dict | None = None,
     vocab_file: str = VOCAB_FILE,
 ) -> Path:
-    """Build the model folder. `heads`: how many, and the non-rotary and value size of each; (8, 128, 128) has
-    the real sizes and splits over 8 GPUs. For fault cases: leave tensors out (`drop`), add or replace
+    """Build the model folder. `heads`: how many, and the non-rotary and value size of each; by default what
+    the machine at hand can run (see GPU_HEADS). For fault cases: leave tensors out (`drop`), add or replace
     some (`extra`, name -> tensor), and change keys of the outer (`outer`) or text config (`text`); None
     removes one. vocab_file="tiktoken.model" is the real name, which transformers 5 reads without
     trust_remote_code.
     """
     from safetensors.torch import save_file
 
+    if heads is None:
+        import torch
+
+        heads = GPU_HEADS if torch.cuda.is_available() else CPU_HEADS
     language = Language(seed)
     tensors = Builder(language, seed, heads).build()
     if int4:
@@ -1001,10 +1005,10 @@ def main(argv=None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--heads", type=int, nargs=3, default=(HEADS, NOPE, V_DIM), help="number, non-rotary and value size"
+        "--heads", type=int, nargs=3, help="number, non-rotary and value size; default: by machine"
     )
     args = parser.parse_args(argv)
-    print(build(args.out, args.shards, args.int4, args.seed, heads=tuple(args.heads)))
+    print(build(args.out, args.shards, args.int4, args.seed, heads=args.heads and tuple(args.heads)))
     return 0
 
 
