@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 PORT = "8317"
-ROW_TOKENS, PROMPT_TOKENS = 2048, 512
+# Tokens of a row and of its prompt; rows of the plain prefill.
+SIZE = {"row": 2048, "prompt": 512, "plain": 64}
 
 
 def say(text: str) -> None:
@@ -266,6 +267,18 @@ def make_verifier(out: Path) -> None:
     (out / "config.json").write_text(json.dumps(c))
 
 
+def rehearse(args) -> dict[str, str]:
+    """Shrink the GPU benchmark to what a CPU does in minutes: the same steps, figures without a meaning."""
+    KIMI.update(
+        vocab_size=2048, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, q_lora_rank=128,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    SIZE.update(row=64, prompt=16, plain=8)
+    args.rows, args.touch_gb, args.write_gb, args.staging_gb = 16, 0.1, 1, "0.1"
+    return {"PROFILE": "cpu-smoke", "VERIFIER_MAX_SEQS": "16", "EXTRACT_REQUESTS": "8"}
+
+
 RECIPE = """
 verifier: {{model: {verifier}, layers: [1, 3, 5], max_model_len: {limit}}}
 draft:
@@ -285,9 +298,9 @@ def bench_rows(count: int, seed: int) -> list[dict]:
     rng = random.Random(seed)
     rows = []
     for i in range(count):
-        ids = [rng.randrange(10, 160_000) for _ in range(ROW_TOKENS)]
+        ids = [rng.randrange(10, KIMI["vocab_size"]) for _ in range(SIZE["row"])]
         row = {"id": f"{seed}-{i}", "source": "bench", "domain": ""}
-        rows.append({**row, "prompt_ids": ids[:PROMPT_TOKENS], "response_ids": ids[PROMPT_TOKENS:]})
+        rows.append({**row, "prompt_ids": ids[: SIZE["prompt"]], "response_ids": ids[SIZE["prompt"] :]})
     return rows
 
 
@@ -338,7 +351,7 @@ def main():
               max_num_batched_tokens=8192, gpu_memory_utilization=0.6, enable_prefix_caching=False)
     params, rates = SamplingParams(max_tokens=1, detokenize=False), []
     for rep in range(3):
-        ids = [[random.randrange(10, 160000) for _ in range(length)] for _ in range(count)]
+        ids = [[random.randrange(10, 2000) for _ in range(length)] for _ in range(count)]
         prompts = [{"prompt_token_ids": row} for row in ids]
         began = time.time(); llm.generate(prompts, params, use_tqdm=False)
         rates.append(count * length / (time.time() - began))
@@ -355,9 +368,10 @@ def gpu(args) -> dict:
     missing = [m for m in needed if not importlib.util.find_spec(m)]
     if missing:
         raise SystemExit(f"missing Python packages: {', '.join(missing)}")
-    work = Path(args.work)
+    work, small = Path(args.work), rehearse(args) if args.rehearse else {}
     # As root in a machine of our own, shared memory may be made large enough for staging.
-    subprocess.run(["mount", "-o", "remount,size=48G", "/dev/shm"], capture_output=True)
+    if not small:
+        subprocess.run(["mount", "-o", "remount,size=48G", "/dev/shm"], capture_output=True)
     verifier, run_dir = work / "verifier", work / "run"
     if not (verifier / "config.json").exists():
         began = time.time()
@@ -369,22 +383,25 @@ def gpu(args) -> dict:
     rates = {n: round(write_rate(work, args.write_gb, n), 3) for n in (1, 3)}
     say(f"fsynced writes by streams: {rates} GB/s")
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
+    # 64 rows of 2,047 states are 7.5 GB: what the staging folder holds.
+    profile = {"PROFILE": "gpu-x1", "VERIFIER_MEMORY_FRACTION": "0.6", "VERIFIER_MAX_SEQS": "128"}
+    profile |= {"EXTRACT_REQUESTS": "64"} | small
     plain_out = work / "plain.json"
     (work / "plain.py").write_text(PLAIN)
-    run([sys.executable, work / "plain.py", verifier, 64, ROW_TOKENS, plain_out], work / "plain.log", **env)
+    command = [sys.executable, work / "plain.py", verifier, SIZE["plain"], SIZE["row"], plain_out]
+    run(command, work / "plain.log", **env)
     plain = json.loads(plain_out.read_text())
     say(f"plain prefill {plain:.0f} tok/s")
     recipe = work / "bench.yaml"
-    answer = ROW_TOKENS - PROMPT_TOKENS
+    answer = SIZE["row"] - SIZE["prompt"]
     recipe.write_text(
-        RECIPE.format(verifier=verifier, limit=ROW_TOKENS + 8, prompt=PROMPT_TOKENS, answer=answer)
+        RECIPE.format(verifier=verifier, limit=SIZE["row"] + 8, prompt=SIZE["prompt"], answer=answer)
     )
     run(
         [sys.executable, "-m", "eagle3.server", "run", "extract", "--", sys.executable, __file__, "gpu-inner",
-         "--work", work, "--rows", args.rows],
-        work / "extract.log", RUN_DIR=run_dir, RECIPE=recipe, PROFILE="gpu-x1", VERIFIER_PORT=PORT,
-        VERIFIER_MEMORY_FRACTION="0.6", EXTRACT_REQUESTS="64", VERIFIER_MAX_SEQS="128",
-        EXTRACT_STAGING_GB=args.staging_gb, DISK_RESERVE_GB="2", SAMPLES="", RECIPE_SET="", **env,
+         "--work", work, "--rows", args.rows, *(["--rehearse"] if small else [])],
+        work / "extract.log", RUN_DIR=run_dir, RECIPE=recipe, VERIFIER_PORT=PORT,
+        EXTRACT_STAGING_GB=args.staging_gb, DISK_RESERVE_GB="2", SAMPLES="", RECIPE_SET="", **profile, **env,
     )  # fmt: skip
     found = json.loads((work / "inner.json").read_text())
     best = max(rates.values())
@@ -404,6 +421,8 @@ def gpu(args) -> dict:
 
 def gpu_inner(args) -> None:
     """With the server up: a short run to warm up, then one per storage type."""
+    if args.rehearse:
+        rehearse(args)
     work, run_dir = Path(args.work), Path(os.environ["RUN_DIR"])
     stage = [sys.executable, "03_extract_hidden.py", "--force"]
     found = {}
@@ -427,6 +446,9 @@ def main() -> int:
     p.add_argument("--touch-gb", type=float, default=48, help="memory to touch first")
     p.add_argument("--write-gb", type=int, default=8)
     p.add_argument("--staging-gb", default="8")
+    p.add_argument(
+        "--rehearse", action="store_true", help="the GPU steps on a CPU, tiny: does it run at all?"
+    )
     args = p.parse_args()
     if args.what == "gpu-inner":
         gpu_inner(args)
