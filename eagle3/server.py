@@ -145,7 +145,7 @@ def server_args(mode: str, stage, verifier, draft: Path | None = None, port: int
             "shared_storage_path": str(staging_dir(stage.run, profile).resolve())
         }
         args += ["--speculative-config", json.dumps(spec), "--kv-transfer-config", json.dumps(transfer)]
-        # States over a cached prefix are those of an uncached one (tests/bench/prefix_states.py); tried with 0.32.
+        # States over a cached prefix equal uncached ones (tests/bench/prefix_states.py); tried with 0.32.
         cached = vllm_version() >= (0, 32)
         args += ["--enable-prefix-caching" if cached else "--no-enable-prefix-caching"]
     elif draft is not None:
