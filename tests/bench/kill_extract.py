@@ -4,7 +4,7 @@
     python tests/bench/kill_extract.py [--kills 30] [--rows 300] [--given]   default verifier, vLLM on CPU
 
 Compared with an uninterrupted run over the same rows: same row ids; equal token ids where the answer is given
-(--given uses the first run's answers), for generated ones equal up to a near-tie (first differing position, and
+(--given uses the first answers), for generated ones equal up to a near-tie (first differing position, and
 how far apart the log-probabilities of the two tokens are there); no stray file in the folder or in staging.
 The server stays up; what is killed is 03 itself, the part that has something to lose.
 """
