@@ -55,14 +55,14 @@ def checkpoint_hash(checkpoint: Path) -> str:
     Raises:
         StageError: there is no whole checkpoint.
     """
+    from eagle3.checkpoint import why_broken
     from eagle3.flat import map_file
 
-    if not (checkpoint / "COMPLETE").is_file():
-        raise StageError(f"{checkpoint} is no whole checkpoint (no COMPLETE in it): run 04_train.py")
+    if problem := why_broken(checkpoint):
+        raise StageError(f"{checkpoint} is no whole checkpoint: it {problem}; run 04_train.py")
     weights, vocab_map = checkpoint / "model.safetensors", map_file(checkpoint)
-    for path in (weights, vocab_map):
-        if not path.is_file():
-            raise StageError(f"{path} is missing: run 04_train.py")
+    if not vocab_map.is_file():
+        raise StageError(f"{vocab_map} is missing: run 04_train.py")
     meta, config = read_json(checkpoint / "meta.json"), read_json(checkpoint / "config.json")
     return digest([meta, config, file_sha256(vocab_map), weights.stat().st_size])
 

@@ -17,6 +17,7 @@ any other is vLLM's.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -884,13 +885,18 @@ def speculators_config(draft: Draft, verifier: Verifier):
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
+    from eagle3.draft import rope_parameters
+
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias",
             "vocab_size", "max_position_embeddings")  # fmt: skip
     window = {"layer_types": list(draft.layer_types), "sliding_window": draft.sliding_window}
+    # The verifier's own spelling where both mean the same: 04 compares a starting draft's config key by key.
+    theirs = rope_parameters(verifier)
+    same_rope = read_rope({"rope_parameters": theirs}, "verifier") == draft.rope
     layer = LlamaConfig(
         **{k: getattr(draft, k) for k in same},
-        rope_parameters=dict(draft.rope),
+        rope_parameters=theirs if same_rope else dict(draft.rope),
         tie_word_embeddings=False,
         pad_token_id=None,
         bos_token_id=None,
@@ -934,7 +940,7 @@ def import_draft(folder: Path, out: Path, verifier: Verifier, given: list[int] |
     import torch
     from safetensors.torch import save_file  # noqa: F401  (fails early where the package is missing)
 
-    from eagle3.contract import write_json
+    from eagle3.contract import write_json, write_text
     from eagle3.record import digest
 
     if out.exists() and any(out.iterdir()):
@@ -964,7 +970,8 @@ def import_draft(folder: Path, out: Path, verifier: Verifier, given: list[int] |
             "own_embedding": EMBEDDING in tensors,
         }
         write_json(tmp / "meta.json", meta)
-        (tmp / "COMPLETE").touch()
+        sizes = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
+        write_text(tmp / "COMPLETE", json.dumps(sizes) + "\n")
         if out.exists():
             out.rmdir()
         tmp.rename(out)

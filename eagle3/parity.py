@@ -38,7 +38,7 @@ STEPS = 3  # draft steps compared; a flag that only acts on fed-back states show
 FAR = 100_000  # position of the far-out requests, where the verifier goes that far
 # Allowed error: root mean square over the logits of a row, relative to the reference's spread there. On a
 # GPU, vLLM's float32 attention (Triton) multiplies in TF32, which keeps 11 bits: 1e-4 to 2e-3 were measured.
-BOUNDS = {"fp32": 2e-5, "fp32_gpu": 1e-2, "fp32_far": 5e-3, "bf16_times_reference": 3.0, "bf16_floor": 5e-3}
+BOUNDS = {"fp32": 2e-5, "fp32_gpu": 1e-2, "fp32_far": 1e-2, "bf16_times_reference": 3.0, "bf16_floor": 5e-3}
 ROPE_BOUND = 5e-2  # of cos and sin at position 100,000: 0.007 between CPU and GPU; another base differs by 1
 STATES_BOUND = 0.08  # stored bf16 states against float32; neighbouring layers differ by 15 % and more
 SMALL_VERIFIER = 2_000_000_000  # bytes of weights up to which transformers re-extracts a sample

@@ -521,7 +521,7 @@ def test_stage_refuses_a_checkpoint_on_other_layers(run, tmp_path):
 def test_stage_refuses_an_unfinished_checkpoint(run):
     (run / "04_train" / "step-000007" / "COMPLETE").unlink()
     assert convert(run, "--no-parity") == 1
-    assert "no whole checkpoint" in (run / "logs" / "05.log").read_text()
+    assert "no whole checkpoint: it has no COMPLETE" in (run / "logs" / "05.log").read_text()
 
 
 def test_import_command_makes_a_folder_that_04_can_start_from(tmp_path, verifier, plain):
@@ -534,6 +534,30 @@ def test_import_command_makes_a_folder_that_04_can_start_from(tmp_path, verifier
     assert code == 0
     model = load_draft(out, flat.find_map(out), verifier)
     assert model.config.draft_vocab_size == 16 and model.fc.weight.shape == (32, 96)
+
+
+def test_04_continues_from_an_import_of_its_own_export(tmp_path):
+    """Every key that 04 compares, for a verifier with yarn in all its spellings, survives export and import."""
+    from eagle3.config import load_recipe
+    from eagle3.draft import build_config, read_config
+    from eagle3.record import differences
+    from eagle3.verifier import open_verifier
+
+    recipe = load_recipe(
+        "kimi-tiny", ["draft.vocab_size=256", "draft.fc_norm=true", "draft.sliding_window=64"]
+    )
+    verifier = open_verifier(recipe)
+    config = build_config(recipe, verifier)
+    config.save_pretrained(tmp_path / "config")
+    draft = flat.read_speculators(read_json(tmp_path / "config" / "config.json"), "04")
+    _, folders, _, _ = exported(tmp_path, verifier, draft)
+    for form in flat.FORMS:
+        flat.import_draft(folders[form], tmp_path / f"from-{form}", verifier)
+        found, wanted = (
+            json.loads(c.to_json_string()) for c in (read_config(tmp_path / f"from-{form}"), config)
+        )
+        found.pop("speculators_config"), wanted.pop("speculators_config")
+        assert differences(found, wanted) == []
 
 
 def test_import_command_fails_in_one_line(tmp_path, verifier, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 YARN = {
@@ -88,14 +89,13 @@ def toy_checkpoint(folder: Path, verifier, draft, seed: int = 0, train_head: boo
     mask[kept] = True
     save_map(folder / FILE, VocabMap(kept - torch.arange(d), mask))
     write_json(folder / "meta.json", {"step": 7, "epoch": 1, "seed": seed})
-    (folder / "COMPLETE").touch()
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != FILE}
+    (folder / "COMPLETE").write_text(json.dumps(sizes))
     return folder
 
 
 def open_toy(path: Path, layers=(2, 4, 5)):
     """The Verifier of a folder."""
-    import json
-
     from eagle3.verifier import Verifier
 
     config = json.loads((path / "config.json").read_text())
