@@ -299,6 +299,7 @@ def extract(stage: Stage, record: StageRecord, verifier) -> str:
 def drop_other_rounds(stage: Stage, store) -> None:
     """Delete shards whose training rows are all outside this round's window; the draft has seen them."""
     k, n = stage.args.round
+    log.info("round %d of %d: each round loads the verifier once, %d loads in all", k, n, n)
     path = stage.run.rows("train")
     total = count_lines(path)
     window = {

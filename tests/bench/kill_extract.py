@@ -167,7 +167,7 @@ def outer(args) -> int:
         "VERIFIER_PORT": PORT,
     }
     # Small shards, so that a kill finds sealed, open and half-sealed ones.
-    env |= {"SAMPLES": "", "RECIPE_SET": f"answers.max_tokens={args.answer} states.shard_bytes=8000000"}
+    env |= {"SAMPLES": "", "RECIPE_SET": f"answers.max_tokens={args.answer} states.shard_bytes=2000000"}
     command = [
         sys.executable,
         "-m",
