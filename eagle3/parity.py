@@ -443,6 +443,7 @@ def gate(
     """
     import torch
 
+    _room(verifier)
     model = load_reference(checkpoint, verifier, "cuda" if torch.cuda.is_available() else "cpu")
     window = model.sliding_window if model.sliding_window_indices else None
     samples = stored_samples(store, window) if (store := _open_store(hidden)) else []
@@ -531,6 +532,27 @@ def _judge(rows: list[dict], bound: float, far_bound: float, window, rope_differ
         "differ": differ,
         "gap": gap,
     }
+
+
+def _room(verifier: Verifier) -> None:
+    """Refuse before the machine runs out of memory: most of it is embeddings in float32, ours and vLLM's.
+
+    Measured at Kimi-K2.5's size (one embedding = 4.7 GB): 20.7 GB of host memory with a GPU.
+
+    Raises:
+        StageError: what is needed and what there is.
+    """
+    import psutil
+    import torch
+
+    embeddings = 4.5 if torch.cuda.is_available() else 8
+    need = embeddings * 4 * verifier.vocab_size * verifier.hidden_size
+    free = psutil.virtual_memory().available
+    if need > free:
+        raise StageError(
+            f"the parity gate needs about {need / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free: run "
+            "05_convert.py where the verifier is served, or skip the gate with --no-parity"
+        )
 
 
 @contextlib.contextmanager

@@ -100,7 +100,10 @@ def runner_layer_ids(config) -> list[int]:
 
         found.append(get_eagle3_aux_layers_from_config(spec))
     if None in found or len(set(found)) != 1:
-        raise StageError(f"vLLM's runners read layer ids {found} from the folder: missing or contradictory")
+        raise StageError(
+            f"vLLM's runners read layer ids {found} from the folder: missing or contradictory (import and "
+            "export a draft in SGLang's or EAGLE's form before serving it with vLLM)"
+        )
     return list(found[0])
 
 

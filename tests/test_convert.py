@@ -537,7 +537,7 @@ def test_import_command_makes_a_folder_that_04_can_start_from(tmp_path, verifier
 
 
 def test_04_continues_from_an_import_of_its_own_export(tmp_path):
-    """Every key that 04 compares, for a verifier with yarn in all its spellings, survives export and import."""
+    """Every key that 04 compares survives export and import, for a verifier with yarn in all spellings."""
     from eagle3.config import load_recipe
     from eagle3.draft import build_config, read_config
     from eagle3.record import differences

@@ -287,6 +287,17 @@ def test_re_extraction_reads_a_nested_verifier(kimi):
     assert states.shape == (10, 3, 256) and bool(torch.isfinite(states).all())
 
 
+def test_gate_refuses_before_memory_runs_out(tmp_path, llama, monkeypatch):
+    from types import SimpleNamespace
+
+    import psutil
+
+    verifier, checkpoint, folder = make(tmp_path, llama)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(StageError, match="needs about .* GB .*--no-parity"):
+        parity.gate(folder, checkpoint, verifier)
+
+
 def test_verify_command(tmp_path, llama, capfd):
     """A draft in vLLM's form passes; in SGLang's form it does not, because vLLM would read other layers."""
     verifier = open_toy(llama)
