@@ -129,7 +129,8 @@ def convert(stage: Stage, verifier: Verifier, checkpoint: Path, record: StageRec
             parity["store"] = check_store(stage.run.hidden, verifier)
             for line in _parity_lines(parity):
                 log.info("%s", line)
-        write_text(folders["vllm"] / "README.md", model_card(stage, draft, checkpoint, parity))
+        for form, folder in folders.items():
+            write_text(folder / "README.md", model_card(stage, draft, checkpoint, parity, form))
         for form, folder in folders.items():
             folder.rename(out / form)
         fsync_dir(out)
@@ -161,14 +162,22 @@ def _parity_lines(parity: dict) -> list[str]:
     return summary(parity) if parity.get("passed") is not None else ["parity not checked"]
 
 
-def serve_command(folder: str, verifier: str, tokens: int) -> str:
-    """The vLLM command that serves a verifier with this draft."""
+def serve_command(form: str, folder: str, verifier: str, tokens: int) -> str:
+    """The command that serves a verifier with this draft."""
+    if form == "sglang":
+        return (
+            f"python -m sglang.launch_server --model-path {verifier} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {folder} --speculative-num-steps {tokens} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
+        )
     config = json.dumps({"method": "eagle3", "model": folder, "num_speculative_tokens": tokens})
     return f"vllm serve {verifier} --speculative-config '{config}'"
 
 
-def model_card(stage: Stage, draft, checkpoint: Path, parity: dict) -> str:
-    """README.md of the exported folder: what it is, what it was made from, how it is served."""
+def model_card(stage: Stage, draft, checkpoint: Path, parity: dict, form: str) -> str:
+    """README.md of an exported folder: what it is, what it was made from, how it is served."""
+    from eagle3.flat import sglang_needs
+
     recipe, run = stage.recipe, stage.run
     train, data = read_json(run.train / "stage.json") or {}, read_json(run.hidden / "stage.json") or {}
     meta = read_json(checkpoint / "meta.json") or {}
@@ -193,15 +202,14 @@ def model_card(stage: Stage, draft, checkpoint: Path, parity: dict) -> str:
         f"steps, head {'trained' if recipe.draft.train_head else 'frozen'}.",
         f"- **Validation**: {_metrics(train)}. Measured acceptance is in 06_evaluate/report.md of the run.",
         f"- **Parity with vLLM's class**: {'; '.join(_parity_lines(parity))}.",
-        "",
-        "```",
-        serve_command(
-            f"{run.path.name}/05_export/vllm", recipe.verifier.model, recipe.evaluate.num_speculative_tokens
-        ),
-        "```",
-        "",
     ]
-    return "\n".join(lines)
+    if form == "sglang":
+        lines += [f"- **Needs**: {need}." for need in sglang_needs(draft)]
+    model = recipe.verifier.model
+    named = "VERIFIER" if model.startswith(("pip:", "script:", "/", ".", "~")) else model
+    tokens = recipe.evaluate.num_speculative_tokens
+    command = serve_command(form, f"{run.path.name}/05_export/{form}", named, tokens)
+    return "\n".join([*lines, "", "```", command, "```", ""])
 
 
 def _counts(data: dict) -> str:

@@ -277,6 +277,22 @@ def sglang_refuses(draft: Draft) -> str | None:
     return None
 
 
+def sglang_needs(draft: Draft) -> list[str]:
+    """What a server must bring to serve the SGLang form as trained: versions, an option for the window."""
+    found = []
+    if draft.fc_norm or draft.norm_output:
+        found.append("fc_norm and norm_output: SGLang with pull request 24663")
+    if draft.norm_before_fc:
+        found.append("norm_before_fc: SGLang with pull request 32334")
+    if draft.layer_ids[0] != 2:
+        found.append(f"layer ids {list(draft.layer_ids)} as they are: SGLang with pull request 25454")
+    if draft.num_aux != 3:
+        found.append(f"{draft.num_aux} auxiliary states: SGLang with pull request 24663")
+    if draft.sliding_window is not None:
+        found.append(f"the window is an option there: --speculative-draft-window-size {draft.sliding_window}")
+    return found
+
+
 # --- the table of tensors -----------------------------------------------------------------------------------
 
 

@@ -349,16 +349,32 @@ def load_verifier(verifier: Verifier):
     kind = verifier.text["model_type"]
     config = CONFIG_MAPPING[kind](**{k: v for k, v in verifier.text.items() if k != "model_type"})
     prefix = verifier.tensor_names["embed"].removesuffix("model.embed_tokens.weight")
-    model, info = AutoModelForCausalLM.from_pretrained(
-        verifier.path,
-        config=config,
-        key_mapping={"^" + prefix.replace(".", r"\."): ""} if prefix else None,
-        dtype=torch.float32,
-        output_loading_info=True,
-    )
+    with _quiet_transformers():  # it lists every tensor of the towers beside the text model
+        model, info = AutoModelForCausalLM.from_pretrained(
+            verifier.path,
+            config=config,
+            key_mapping={"^" + prefix.replace(".", r"\."): ""} if prefix else None,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
     if info["missing_keys"]:
         raise StageError(f"{verifier.path}: transformers finds no {sorted(info['missing_keys'])[:3]}")
     return model.eval()
+
+
+@contextlib.contextmanager
+def _quiet_transformers():
+    from transformers.utils import logging
+
+    before, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def verifier_states(model, ids: torch.Tensor, layers: list[int]) -> torch.Tensor:

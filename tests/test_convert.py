@@ -482,9 +482,8 @@ def test_stage_by_its_command_then_skip_refuse_force(run):
     done = run_stage_cmd("05_convert.py", *args)
     assert done.returncode == 0, done.stderr
     record = read_json(run / "05_export" / "stage.json")
-    assert set(record["outputs"]) == {
-        f"vllm/{n}" for n in ("README.md", "config.json", "model.safetensors")
-    } | {f"sglang/{n}" for n in ("config.json", "model.safetensors")}
+    files = ("README.md", "config.json", "model.safetensors")
+    assert set(record["outputs"]) == {f"{form}/{name}" for form in flat.FORMS for name in files}
     assert "was not checked" in done.stderr and record["parity"]["passed"] is None
     card = (run / "05_export" / "vllm" / "README.md").read_text()
     assert "[2, 4, 5]" in card and "--speculative-config" in card and "step-000007" in card
@@ -565,6 +564,13 @@ def test_import_command_fails_in_one_line(tmp_path, verifier, capfd):
         ["import", str(tmp_path / "none"), "--out", str(tmp_path / "o"), "--verifier", str(verifier.path)]
     )
     assert code == 2 and capfd.readouterr().err.strip().endswith("none is not a folder")
+
+
+def test_card_of_the_sglang_form_names_what_a_server_needs(verifier):
+    draft = toy_draft(verifier, fc_norm=True, layer_ids=(3, 4, 5), **WINDOW)
+    needs = " ".join(flat.sglang_needs(draft))
+    assert "24663" in needs and "25454" in needs and "--speculative-draft-window-size 8" in needs
+    assert flat.sglang_needs(toy_draft(verifier)) == []
 
 
 def test_flags_are_all_in_the_table():
