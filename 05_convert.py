@@ -231,6 +231,10 @@ def _metrics(train: dict) -> str:
 # --- other people's drafts ----------------------------------------------------------------------------------
 
 
+def _ids(text: str) -> list[int]:
+    return [int(i) for i in text.split(",")]
+
+
 def foreign_parser(command: str) -> argparse.ArgumentParser:
     about = {
         "import": "Make a starting checkpoint for 04 (train.init_from) out of a draft of any known format.",
@@ -238,13 +242,16 @@ def foreign_parser(command: str) -> argparse.ArgumentParser:
     }
     p = argparse.ArgumentParser(prog=f"05_convert.py {command}", description=about[command])
     p.add_argument(
-        "draft", metavar="DRAFT", help="folder: EAGLE, SGLang, SpecForge, vLLM or speculators form"
+        "draft", metavar="DRAFT", help="folder or hub id: EAGLE, SGLang, SpecForge, vLLM or speculators form"
     )
     if command == "import":
         p.add_argument("--out", metavar="DIR", required=True, help="new folder")
     p.add_argument("--verifier", metavar="V", required=True, help="folder, hub id, pip:... or script:...")
     p.add_argument(
-        "--layers", metavar="A,B,C", help="auxiliary layer ids (vLLM's numbering) if its config has none"
+        "--layers",
+        metavar="A,B,C",
+        type=_ids,
+        help="auxiliary layer ids (vLLM's numbering) if its config has none",
     )
     p.add_argument("--trust-remote-code", action="store_true", help="run Python that ships with the verifier")
     return p
@@ -263,6 +270,27 @@ def foreign_verifier(args: argparse.Namespace) -> Verifier:
     return Verifier(path, config, [], args.trust_remote_code)
 
 
+def foreign_draft(given: str) -> Path:
+    """Folder of someone's draft, downloaded if a hub id is given.
+
+    Raises:
+        ConfigError: neither a folder nor a hub id. StageError: not to be had.
+    """
+    from eagle3.config import VerifierSection
+    from eagle3.verifier import locate
+
+    if Path(given).is_dir():
+        return Path(given)
+    if given.startswith((".", "/", "~")) or given.count("/") != 1:
+        raise ConfigError(f"{given} is not a folder")
+    try:
+        return locate(VerifierSection(model=given, max_model_len=1))
+    except StageError:
+        raise StageError(
+            f"{given} is neither a folder nor in the hub cache, and can't be downloaded"
+        ) from None
+
+
 def foreign(command: str, argv: list[str]) -> int:
     """`import` and `verify`; exit status as for a stage."""
     from eagle3.contract import RunDir
@@ -272,19 +300,16 @@ def foreign(command: str, argv: list[str]) -> int:
     try:
         from eagle3 import flat
 
-        verifier, draft = foreign_verifier(args), Path(args.draft)
-        layers = [int(i) for i in args.layers.split(",")] if args.layers else None
-        if not draft.is_dir():
-            raise ConfigError(f"{draft} is not a folder")
+        verifier, draft = foreign_verifier(args), foreign_draft(args.draft)
         if command == "import":
-            meta = flat.import_draft(draft, Path(args.out), verifier, layers)
+            meta = flat.import_draft(draft, Path(args.out), verifier, args.layers)
             log.info("%s form, layers %s -> %s", meta["imported"]["form"], meta["layer_ids"], args.out)
             log.info("start from it: python 04_train.py --set train.init_from=%s", args.out)
             return 0
         from eagle3.parity import gate, summary
 
         with tempfile.TemporaryDirectory() as tmp:
-            meta = flat.import_draft(draft, Path(tmp) / "draft", verifier, layers)
+            meta = flat.import_draft(draft, Path(tmp) / "draft", verifier, args.layers)
             verifier.layers = meta["layer_ids"]
             for line in summary(gate(draft, Path(tmp) / "draft", verifier, None)):
                 log.info("%s", line)
