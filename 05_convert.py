@@ -231,7 +231,7 @@ def _metrics(train: dict) -> str:
 # --- other people's drafts ----------------------------------------------------------------------------------
 
 
-def _ids(text: str) -> list[int]:
+def layer_ids(text: str) -> list[int]:
     return [int(i) for i in text.split(",")]
 
 
@@ -250,7 +250,7 @@ def foreign_parser(command: str) -> argparse.ArgumentParser:
     p.add_argument(
         "--layers",
         metavar="A,B,C",
-        type=_ids,
+        type=layer_ids,
         help="auxiliary layer ids (vLLM's numbering) if its config has none",
     )
     p.add_argument("--trust-remote-code", action="store_true", help="run Python that ships with the verifier")
