@@ -7,9 +7,9 @@ samples are spread.
 
 One sample of T states (T + 1 tokens, prompt p) becomes T - 1 positions, speculators' `shift_batch`:
 
-    position j = 1 .. T - 1:  token x_j, auxiliary state g_(j-1), target state y_j (predicts x_(j+1)),
-                              position id j, supervised where j >= p: the first pair is (first answer token ->
-                              second answer token)
+    position j = 1 .. T - 1: token x_j, auxiliary state g_(j-1), target state y_j (predicts x_(j+1)), position
+                             id j; supervised where j >= p, so the first pair is (first answer token ->
+                             second)
 
 At TTT step k the loss compares the draft's output at j with the target at j + k, across the end of a document
 too. So that those pairs never count, a document begins with at least `lead` = TTT steps - 1 unsupervised
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     from eagle3.store import SampleInfo, Store
 
-# Samples a step may look ahead in the epoch's order for ones that still fit (less padding, the same for
-# everybody).
+# Samples a step may look ahead in the epoch's order for ones that still fit (less padding).
 LOOK_AHEAD = 64
 
 
@@ -121,6 +120,7 @@ class Batch:
     loss_mask: torch.Tensor
     head_rows: torch.Tensor | None
     row: Row
+    epoch: int
     step: int
     last: bool
 
@@ -279,33 +279,36 @@ class Feed:
         """Optimizer steps of the first epoch (what speculators' Trainer asks a loader for)."""
         return len(self.plan(0))
 
-    # speculators' Trainer looks for these two on a loader.
-    batch_sampler = None
-
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Rows of this rank from `first_step` of the epoch on, in order; closing the iterator stops the
+    def batches(self, epoch: int, first_step: int = 0, until: int | None = None) -> Iterator[Batch]:
+        """Rows of this rank from `first_step` of `epoch` on, in order; closing the iterator stops the
         readers.
+
+        Args:
+            until: the epoch to end before, None: just this one. Readers go on across the end of an epoch.
 
         Raises:
             StageError: a sample that can't be read or is not what was sealed; row and shard are named.
         """
-        todo = [
-            (row, step.index, at == len(rows) - 1)
-            for step in self.plan(epoch)[first_step:]
-            for rows in [rank_rows(step, self.rank, self.world)]
-            for at, row in enumerate(rows)
-        ]
-        yield from self._stream(todo)
 
-    def _stream(self, todo: list[tuple[Row, int, bool]]) -> Iterator[Batch]:
+        def rows() -> Iterator[tuple[Row, int, int, bool]]:
+            for e in range(epoch, epoch + 1 if until is None else until):
+                for step in self.plan(e)[first_step if e == epoch else 0 :]:
+                    mine = rank_rows(step, self.rank, self.world)
+                    yield from ((row, e, step.index, row is mine[-1]) for row in mine)
+
+        yield from self._stream(rows())
+
+    def _stream(self, todo: Iterator[tuple[Row, int, int, bool]]) -> Iterator[Batch]:
         out: queue.Queue = queue.Queue(maxsize=1 if self.device.type == "cpu" else 2)
         stop = threading.Event()
         worker = threading.Thread(target=self._work, args=(todo, out, stop), name="feed-rows", daemon=True)
         worker.start()
         try:
-            for _ in todo:
+            while True:
                 began = time.perf_counter()
                 item, event = out.get()
+                if item is None:
+                    return
                 if isinstance(item, BaseException):
                     raise item
                 if event is not None:
@@ -324,29 +327,28 @@ class Feed:
     def _work(self, todo, out: queue.Queue, stop: threading.Event) -> None:
         """Body of the row thread: keep `depth` rows in the making, hand them out in order."""
         making: deque = deque()
-        pending = iter(todo)
 
         def start_next() -> None:
-            if (item := next(pending, None)) is not None:
+            if (item := next(todo, None)) is not None:
                 buffer = self._buffer()
-                making.append(
-                    (item, buffer, [self._pool.submit(self._read, p, buffer) for p in item[0].pieces])
-                )
+                reads = [self._pool.submit(self._read, piece, buffer) for piece in item[0].pieces]
+                making.append((item, buffer, reads))
 
         try:
             stream = self._side_stream()
             for _ in range(self.depth):
                 start_next()
             while making and not stop.is_set():
-                (row, step, last), buffer, reads = making.popleft()
+                item, buffer, reads = making.popleft()
                 for read in reads:
                     read.result()
-                batch, event = self._hand_over(row, step, last, buffer, stream)
+                batch, event = self._hand_over(*item, buffer, stream)
                 out.put((batch, event))
                 if event is not None:
                     event.synchronize()  # the buffer may be overwritten only after its copy
                 self._buffers.append(buffer)
                 start_next()
+            out.put((None, None))
         except BaseException as err:  # the trainer raises it, in its own thread
             out.put((err, None))
         finally:
@@ -385,7 +387,7 @@ class Feed:
 
         buffer.ids[where] = torch.from_numpy(store.token_ids(info)[1:-1].astype("int64"))
 
-    def _hand_over(self, row: Row, step: int, last: bool, buffer: _Buffer, stream):
+    def _hand_over(self, row: Row, epoch: int, step: int, last: bool, buffer: _Buffer, stream):
         """Finish a row in its buffer and put it on the device: (Batch, event of the copy or None)."""
         import torch
 
@@ -416,7 +418,7 @@ class Feed:
         return Batch(
             states.view(1, length, -1), ids[None], documents[None], positions[None], targets[None],
             mask[None],
-            chosen, row, step, last,
+            chosen, row, epoch, step, last,
         ), event  # fmt: skip
 
     def _send(self, values, scale, length: int):

@@ -240,20 +240,18 @@ class DraftTrainer(Trainer):
         with Signals() as self.signals, bar or nullcontext():
             self.model.train()
             self._after_step(bar)  # a run stopped between a step and its validation catches up here
-            while self.at.step < self.end:
-                if self.at.epoch_step >= len(plan(self.at.epoch)):
-                    self.at.epoch, self.at.epoch_step = self.at.epoch + 1, 0
-                steps = plan(self.at.epoch)
-                stream = self.train_loader.batches(self.at.epoch, self.at.epoch_step)
-                with closing(stream):
-                    for batch in stream:
-                        self._train_row(batch, steps[batch.step])
-                        if not batch.last:
-                            continue
-                        self._finish_step(steps[batch.step])
+            until = self.job.round[0] * self.config.num_epochs
+            stream = self.train_loader.batches(self.at.epoch, self.at.epoch_step, until)
+            with closing(stream):
+                while self.at.step < self.end:
+                    batch = next(stream)
+                    if batch.epoch != self.at.epoch:
+                        self.at.epoch, self.at.epoch_step = batch.epoch, 0
+                    step = plan(batch.epoch)[batch.step]
+                    self._train_row(batch, step)
+                    if batch.last:
+                        self._finish_step(step)
                         self._after_step(bar)
-                        if self.at.step >= self.end:
-                            break
 
     def _train_row(self, batch: Batch, step: Step) -> None:
         """Forward and backward of one row; gradients, loss and counts of its step add up."""

@@ -140,7 +140,7 @@ def test_rows_read_into_used_buffers_hold_nothing_of_earlier_rows(stores):
 def test_a_row_of_padding_has_the_shapes_of_any_other(stores):
     """Fault 26: what stands in for a missing row has the dtype and shape of any other."""
     f = feed(stores["bf16"], static=True)
-    (batch,) = f._stream([(Row(()), 0, True)])
+    (batch,) = f._stream(iter([(Row(()), 0, 0, True)]))
     assert batch.hidden_states.shape == (1, 64, 96) and batch.targets.shape == (1, 64, 32)
     assert not batch.loss_mask.any() and batch.row.supervised == 0
 
@@ -149,6 +149,13 @@ def test_resuming_in_the_middle_of_an_epoch_gives_the_very_next_rows(stores):
     whole = [(b.step, [p.info.id for p in b.row.pieces]) for b in feed(stores["bf16"]).batches(0)]
     rest = [(b.step, [p.info.id for p in b.row.pieces]) for b in feed(stores["bf16"]).batches(0, 2)]
     assert rest == [item for item in whole if item[0] >= 2]
+
+
+def test_readers_go_on_across_the_end_of_an_epoch(stores):
+    f = feed(stores["bf16"])
+    apart = [(e, b.step, [p.info.id for p in b.row.pieces]) for e in (1, 2) for b in f.batches(e)]
+    together = [(b.epoch, b.step, [p.info.id for p in b.row.pieces]) for b in f.batches(1, until=3)]
+    assert together == apart
 
 
 def test_a_sample_longer_than_a_row_names_both_numbers(stores):

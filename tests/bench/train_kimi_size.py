@@ -1,5 +1,4 @@
-"""How well the GPU is fed at the real Kimi-K2.5 draft size: our feed, the stock feed, and the in-memory
-ceiling.
+"""How well the GPU is fed at the real Kimi-K2.5 draft size: our feed, the stock feed, the in-memory ceiling.
 
     python tests/bench/train_kimi_size.py [--work DIR] [--budget 330]        one GPU
     python tests/bench/train_kimi_size.py --gpus 2                           two GPUs of one host, NCCL
@@ -103,8 +102,7 @@ class _Skip(Exception):
     pass
 
 
-# --- data
-# -------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------------------
 
 
 def sample_states(b: Bench, number: int):
@@ -160,8 +158,7 @@ def drop_cache(folder: Path) -> None:
             os.close(fd)
 
 
-# --- model
-# ------------------------------------------------------------------------------------------------------
+# --- model --------------------------------------------------------------------------------------------------
 
 
 def make_model(b: Bench, attention: str, frozen: torch.dtype):
@@ -260,34 +257,29 @@ def make_trainer(b: Bench, model, vocab_map, head, feed, autocast: bool, documen
     return DraftTrainer(model, config, feed, None, job)
 
 
-# --- measurements
-# -----------------------------------------------------------------------------------------------
+# --- measurements -------------------------------------------------------------------------------------------
 
 
 def timed_steps(b: Bench, trainer, feed, steps: int, warm: int = 2) -> dict:
     """Optimizer steps fed by `feed`, epoch after epoch."""
-    done, tokens, began, wait, seconds = 0, 0, 0.0, 0.0, []
-    epoch = last = 0
+    done, tokens, began, wait, seconds, last = 0, 0, 0.0, 0.0, [], 0.0
+    stream = feed.batches(0, until=1000)
     while done < warm + steps:
-        plan, stream = feed.plan(epoch), feed.batches(epoch)
-        for batch in stream:
-            trainer._train_row(batch, plan[batch.step])
-            if not batch.last:
-                continue
-            trainer._finish_step(plan[batch.step])
-            done += 1
-            now = time.monotonic()
-            if done > warm:
-                tokens += plan[batch.step].tokens
-                seconds.append(now - last)
-            last = now
-            if done == warm:
-                b.sync()
-                began, wait, last = time.monotonic(), feed.wait_seconds, time.monotonic()
-            if done == warm + steps:
-                break
-        stream.close()
-        epoch += 1
+        batch = next(stream)
+        step = feed.plan(batch.epoch)[batch.step]
+        trainer._train_row(batch, step)
+        if not batch.last:
+            continue
+        trainer._finish_step(step)
+        done, now = done + 1, time.monotonic()
+        if done > warm:
+            tokens += step.tokens
+            seconds.append(now - last)
+        last = now
+        if done == warm:
+            b.sync()
+            began, wait, last = time.monotonic(), feed.wait_seconds, time.monotonic()
+    stream.close()
     b.sync()
     total = time.monotonic() - began
     return {
@@ -423,8 +415,7 @@ def stock_feed(b: Bench, model, workers: int, steps: int, dtype: torch.dtype) ->
     }
 
 
-# --- runs
-# -------------------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------
 
 
 def quiet(phase):

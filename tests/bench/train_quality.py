@@ -1,7 +1,6 @@
 """Held-out acceptance after the same training time on the same answers: our recipe against stock speculators.
 
-    python tests/bench/train_quality.py --run-dir runs/smollm2-135m-all [--minutes 4] [--ours train.lr=2e-3
-    ...]
+    python tests/bench/train_quality.py --run-dir runs/smollm2-135m-all [--minutes 4] [--ours 'train.lr=2e-3']
 
 Reads a finished 03_hidden of the default recipe. Both train for the same time (process CPU time divided by
 the threads, so that a busy machine is fair to both), each with its own schedule stretched over it, then walk
