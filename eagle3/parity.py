@@ -11,7 +11,7 @@ server and without the verifier's body, the gate covers what vLLM does from the 
                  verifier's states are right (the state proof of 03 and `compare_with_store` are for that)
 
 Two passes. float32: both sides compute in float32 with the exported (bf16) weights, so all that may differ
-is the order of sums: 2e-7 to 2e-6 of a row's spread over the parity matrix. Far out (positions around
+is the order of sums: 2e-7 to 4e-6 of a row's spread over the parity matrix. Far out (positions around
 100,000) float32 holds position x frequency to 0.006 rad, and training counts a slot one higher than
 serving: 5e-5 to 2e-3. bf16, as served: vLLM may be off by a small multiple of what PyTorch's own bf16 run
 loses (0.7 to 2.6 %, measured in the same run; vLLM was at 0.7 to 1.7 times of it). In the matrix, each single
@@ -38,7 +38,7 @@ STEPS = 3  # draft steps compared; a flag that only acts on fed-back states show
 FAR = 100_000  # position of the far-out requests, where the verifier goes that far
 # Allowed error: root mean square over the logits of a row, relative to the reference's spread there. On a
 # GPU, vLLM's float32 attention (Triton) multiplies in TF32, which keeps 11 bits: 1e-4 to 2e-3 were measured.
-BOUNDS = {"fp32": 2e-5, "fp32_gpu": 1e-2, "fp32_far": 1e-2, "bf16_times_reference": 3.0, "bf16_floor": 5e-3}
+BOUNDS = {"fp32": 1e-4, "fp32_gpu": 1e-2, "fp32_far": 1e-2, "bf16_times_reference": 3.0, "bf16_floor": 5e-3}
 ROPE_BOUND = 5e-2  # of cos and sin at position 100,000: 0.007 between CPU and GPU; another base differs by 1
 STATES_BOUND = 0.08  # stored bf16 states against float32; neighbouring layers differ by 15 % and more
 SMALL_VERIFIER = 2_000_000_000  # bytes of weights up to which transformers re-extracts a sample
