@@ -323,3 +323,13 @@ def test_stage_with_the_gate(tmp_path, llama):
     record = json.loads((run / "05_export" / "stage.json").read_text())
     assert record["parity"]["passed"] and record["parity"]["store"]["checked"] is False
     assert "parity with vLLM" in Path(run / "05_export" / "vllm" / "README.md").read_text()
+
+
+def test_real_run_was_gated_on_its_own_states(e2e_run):
+    """In a real run the gate used held-out samples, and their states were re-extracted with the exported ids."""
+    record = json.loads((e2e_run.export / "stage.json").read_text())
+    config = json.loads((e2e_run.export / "vllm" / "config.json").read_text())
+    found = record["parity"]
+    assert found["passed"] and found["states"] == "held-out" and found["store"]["checked"]
+    assert found["layers"] == config["eagle_aux_hidden_state_layer_ids"] == record["identity"]["layers"]
+    assert max(found["store"]["error"]) < found["store"]["neighbour"] / 2
