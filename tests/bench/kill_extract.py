@@ -37,6 +37,12 @@ def stage(run_dir: Path, log: Path) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT)
 
 
+def count_starts(run_dir: Path) -> int:
+    """How often 03 got as far as taking rows, by its log."""
+    log = run_dir / "logs" / "03.log"
+    return log.read_text().count(" rows to take: ") if log.exists() else 0
+
+
 def folder_of(run_dir: Path):
     from eagle3.store import Store
 
@@ -117,9 +123,12 @@ def inner(args) -> int:
         seconds /= 3
     rng, kills, stored = random.Random(args.seed), 0, []
     while kills < args.kills:
+        begun = count_starts(run_dir)
         process = stage(run_dir, work / "03.log")
-        # Starting takes a few seconds in which there is nothing to lose; most kills come later than that.
-        wait = rng.uniform(2.0, 5.0 + 2.5 * seconds / args.kills)
+        # Importing and asking the server takes seconds in which there is nothing to lose; count from then.
+        while process.poll() is None and count_starts(run_dir) == begun:
+            time.sleep(0.05)
+        wait = rng.uniform(0.0, 3.0 + 1.5 * seconds / args.kills)
         try:
             process.wait(wait)
             if process.returncode == 0:
