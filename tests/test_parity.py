@@ -326,7 +326,7 @@ def test_stage_with_the_gate(tmp_path, llama):
 
 
 def test_real_run_was_gated_on_its_own_states(e2e_run):
-    """In a real run the gate used held-out samples, and their states were re-extracted with the exported ids."""
+    """In a real run the gate used held-out samples; their states were re-extracted with the exported ids."""
     record = json.loads((e2e_run.export / "stage.json").read_text())
     config = json.loads((e2e_run.export / "vllm" / "config.json").read_text())
     found = record["parity"]
