@@ -61,10 +61,12 @@ settings() {
     export RUN_DIR
 }
 
+selected() { [[ ! $1 < $FROM && ! $1 > $TO ]]; }
+
 # stage NN COMMAND...: print it, run it, tell how long it took.
 stage() {
     local n=$1 code=0 start=$SECONDS; shift
-    [[ ! $n < $FROM && ! $n > $TO ]] || return 0
+    selected "$n" || return 0
     printf '[%s] + ' "$n"; printf '%q ' "$@"; echo
     [[ $DRY_RUN != 1 ]] || return 0
     run "$@" || code=$?
@@ -76,7 +78,7 @@ force() { [[ ,${FORCE-}, != *,"$1",* ]] || echo --force; }
 # 03 needs the verifier as a server: it is started only if rows are missing, and stopped in any case.
 extract() {
     local code=0
-    [[ ! 03 < $FROM && ! 03 > $TO ]] || return 0
+    selected 03 || return 0
     if [[ $DRY_RUN == 1 ]]; then
         echo "[02] + ./02_launch_verifier.sh extract    (which runs the next line)"
         DRY_RUN=1 "$root/02_launch_verifier.sh" extract
