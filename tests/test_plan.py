@@ -541,7 +541,7 @@ CHANGED = {
 READ_BY = {
     "VERIFIER_READY_TIMEOUT": "eagle3/server.py",
     "EXTRACT_REQUESTS": "eagle3/extract_run.py",
-    "TRAIN_THREADS": "04_train.py",
+    "TRAIN_THREADS": "eagle3/training.py",
 }
 
 
