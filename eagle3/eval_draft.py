@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from eagle3.contract import StageError, read_json
 from eagle3.record import digest, file_sha256
+from eagle3.tensorfile import read_header
 
 # Weights up to here are hashed whole; of larger ones the header and SAMPLED bytes at either end.
 WHOLE_BYTES = 256_000_000
@@ -65,19 +65,15 @@ def tensor_names(folder: Path) -> set[str] | None:
     """Names in the headers of a folder's safetensors files; None where it has none (older .bin drafts).
 
     Raises:
-        StageError: a file without a readable header.
+        StageError: a file that is not whole.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files and not list(folder.glob("*.bin")):
         raise StageError(f"{folder} holds no weights (*.safetensors)")
     names: set[str] = set()
     for path in files:
-        with open(path, "rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            try:
-                if length > path.stat().st_size:
-                    raise ValueError("cut off")
-                names |= json.loads(f.read(length)).keys() - {"__metadata__"}
-            except ValueError as err:
-                raise StageError(f"{path} is not a whole safetensors file ({err})") from None
+        try:
+            names |= read_header(path)[0].keys()
+        except ValueError as err:
+            raise StageError(f"{path} is not a whole safetensors file ({err})") from None
     return names if files else None

@@ -24,7 +24,8 @@ import numpy as np
 import xxhash
 
 from eagle3.contract import StageError
-from eagle3.store import CHUNK_BYTES, StoreWriter, disk_full, input_digest, pread_into, read_header_of
+from eagle3.store import CHUNK_BYTES, StoreWriter, disk_full, input_digest, pread_into
+from eagle3.tensorfile import Stored, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -286,29 +287,28 @@ class Staged:
         finally:
             os.close(fd)
 
-    def open(self) -> dict[str, tuple]:
-        """Header of the staged file, as store.read_header_of.
+    def open(self) -> dict[str, Stored]:
+        """Tensors of the staged file by name.
 
         Raises:
             Transient: the file is not whole (a write that failed half-way).
         """
         try:
-            return read_header_of(self.path)
+            return read_header(self.path)[0]
         except ValueError as err:
             raise Transient(f"{self.path.name}: {err}") from None
 
 
-def chunks_of(path: Path, entry: tuple, count: int) -> Iterator[torch.Tensor]:
+def chunks_of(path: Path, stored: Stored, count: int) -> Iterator[torch.Tensor]:
     """bf16 [t, L, H] chunks of the first `count` states of a staged tensor; the buffer is reused.
 
-    Args:
-        entry: its (dtype, shape, first byte, bytes); a server on a CPU without bf16 computes in float32.
+    A server on a CPU without bf16 computes in float32 and leaves its states so.
     """
     import torch
 
-    kind, shape, begin, _ = entry
-    dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[kind]
-    width = shape[1] * shape[2] * dtype.itemsize
+    dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[stored.dtype]
+    _, layers, hidden = stored.shape
+    width = layers * hidden * dtype.itemsize
     step = max(1, CHUNK_BYTES // width)
     buffer = torch.empty(min(step, count) * width, dtype=torch.uint8)
     view = memoryview(buffer.numpy())
@@ -316,11 +316,22 @@ def chunks_of(path: Path, entry: tuple, count: int) -> Iterator[torch.Tensor]:
     try:
         for at in range(0, count, step):
             size = min(step, count - at) * width
-            pread_into(fd, view[:size], begin + at * width, path)
-            chunk = buffer[:size].view(dtype).view(-1, shape[1], shape[2])
+            pread_into(fd, view[:size], stored.begin + at * width, path)
+            chunk = buffer[:size].view(dtype).view(-1, layers, hidden)
             yield chunk if dtype == torch.bfloat16 else chunk.to(torch.bfloat16)
     finally:
         os.close(fd)
+
+
+def staged_ids(path: Path, stored: Stored) -> np.ndarray:
+    """Token ids beside the staged states, int64 or int32 [t]; raises RowFailed for another kind of tensor."""
+    if stored.dtype not in ("I64", "I32"):
+        raise RowFailed("shape", f"token ids are {stored.dtype} {stored.shape}")
+    out = np.empty(stored.shape, dtype="<i8" if stored.dtype == "I64" else "<i4")
+    with open(path, "rb") as f:
+        f.seek(stored.begin)
+        f.readinto(memoryview(out).cast("B"))
+    return out
 
 
 def empty_staging(roots: Iterable[Path]) -> int:
@@ -697,10 +708,11 @@ class Extractor:
         if self.stop.is_set():
             raise Stopped
         count = len(answer.ids) - 1
-        header = staged.open()
-        if "hidden_states" not in header or "token_ids" not in header:
-            raise RowFailed("no_tensors", f"the staged file holds {', '.join(sorted(header))}")
-        dtype, shape, _, _ = header["hidden_states"]
+        tensors = staged.open()
+        if "hidden_states" not in tensors or "token_ids" not in tensors:
+            raise RowFailed("no_tensors", f"the staged file holds {', '.join(sorted(tensors))}")
+        states = tensors["hidden_states"]
+        dtype, shape = states.dtype, states.shape
         if dtype not in ("BF16", "F32") or len(shape) != 3 or shape[1:] != [len(self.layers), self.hidden]:
             raise RowFailed(
                 "shape",
@@ -708,12 +720,12 @@ class Extractor:
             )
         if shape[0] != count:
             raise RowFailed("length", f"{shape[0]} states for {count} tokens")
-        ids = self._staged_ids(staged.path, header["token_ids"])
+        ids = staged_ids(staged.path, tensors["token_ids"])
         if ids.tolist() != answer.ids[:-1]:
             raise RowFailed("other_tokens", "token ids beside the states are not those of the answer")
         slot, check = self.writer.begin(answer.ids, answer.prompt), StateCheck(self.layers, ids)
         try:
-            for chunk in chunks_of(staged.path, header["hidden_states"], count):
+            for chunk in chunks_of(staged.path, states, count):
                 if self.stop.is_set():
                     raise Stopped
                 check.add(chunk)
@@ -727,16 +739,6 @@ class Extractor:
         slot.commit(
             id=row.id, split=row.split, domain=row.domain, source=row.source, input=row.input, flags=flags
         )
-
-    def _staged_ids(self, path: Path, entry: tuple) -> np.ndarray:
-        dtype, shape, begin, size = entry
-        if dtype not in ("I64", "I32"):
-            raise RowFailed("shape", f"token ids are {dtype} {shape}")
-        out = np.empty(shape, dtype="<i8" if dtype == "I64" else "<i4")
-        with open(path, "rb") as f:
-            f.seek(begin)
-            f.readinto(memoryview(out).cast("B"))
-        return out
 
     def _staging_full(self, size: int) -> None:
         """Raises DiskFull if a staging folder can't hold the states of a row (the server only logs it)."""

