@@ -183,6 +183,7 @@ class ToyVerifier:
     ],
 )
 def test_drafts_that_would_be_served_badly_are_refused(tmp_path, made, words):
+    """Fault cases 38 (limit below the server's, both named) and 33 (reduced vocabulary, no table)."""
     folder = make_draft(tmp_path / "draft", **made)
     with pytest.raises(StageError) as found:
         check_draft(folder, ToyVerifier, 256)
@@ -190,6 +191,7 @@ def test_drafts_that_would_be_served_badly_are_refused(tmp_path, made, words):
 
 
 def test_good_drafts_pass(tmp_path):
+    """Fault 33: a full vocabulary needs no table. check_draft raises otherwise."""
     check_draft(make_draft(tmp_path / "reduced"), ToyVerifier, 256)
     check_draft(make_draft(tmp_path / "full", d2t=False, draft_vocab_size=None), ToyVerifier, 256)
 
@@ -329,6 +331,7 @@ def test_a_shorter_draft_is_expected_to_win_when_late_positions_are_hardly_accep
 
 @pytest.mark.parametrize(("served", "passed"), [([10, 4, 2, 4], True), ([14, 4, 1, 1], False)])
 def test_prediction_and_service_are_compared_position_by_position(served, passed):
+    """Fault 43: a gap on the same prompts above the bound fails."""
     predicted = {"drafts": 200, "accepted_counts": [100, 60, 40]}
     m = material({"chat": served})
     stored = {a.id: a.tokens for a in m.passes[0.0].answers}
@@ -632,6 +635,7 @@ def test_gates_fail_after_the_report_and_again_on_a_rerun(world, capsys):
 
 
 def test_a_draft_served_unlike_its_training_fails_with_a_checklist(world, capsys):
+    """Fault 43."""
     assert world.run() == 0
     assert world.report["closure"] is None and "04_train" in world.report["why"]["closure"]
     world.stored = {f"h{i}": ([i + 1, 2], [(i + 1) * 7 % 61]) for i in range(8)}

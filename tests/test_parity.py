@@ -122,6 +122,7 @@ LOST = {
 
 @pytest.mark.parametrize("key", LOST)
 def test_gate_fails_without_a_key(tmp_path, windowed, key):
+    """Fault 34 for the norm flags, and every other key that vLLM reads."""
     verifier, checkpoint, folder = windowed
     folder = shutil.copytree(folder, tmp_path / "copy")
     edit_config(folder, **{key: LOST[key]})

@@ -205,6 +205,7 @@ def test_prompts_that_leave_no_room_are_dropped_and_counted(prepare, tmp_path):
 
 
 def test_nothing_left_is_an_error_that_names_the_window(prepare, tmp_path):
+    """Fault 3."""
     prepare.sources({"path": lines(tmp_path / "long.jsonl", [chat(text(i, 200), "w1") for i in range(3)])})
     assert prepare() == 1
     assert "no training row is left" in prepare.said and "data.max_prompt_tokens 64: 3" in prepare.said
@@ -479,6 +480,7 @@ def test_broken_files_are_named_with_their_line(prepare, tmp_path, content, want
 
 
 def test_empty_file(prepare, tmp_path):
+    """Fault 10."""
     (tmp_path / "empty.jsonl").write_bytes(b"")
     prepare.sources({"path": str(tmp_path / "empty.jsonl")})
     assert prepare() == 1 and "empty.jsonl: no samples in it" in prepare.said

@@ -155,6 +155,7 @@ def test_digest_says_what_the_states_are_not_where_they_lie(tmp_path):
 
 @pytest.mark.parametrize("damage", ["missing", "short", "empty", "foreign"])
 def test_a_broken_shard_is_named_and_only_it_is_dropped(tmp_path, damage):
+    """Fault 19."""
     store = fill(tmp_path, 20)
     victim, other = list(store.shards)[1], list(store.shards)[0]
     path = tmp_path / victim
@@ -182,6 +183,7 @@ def test_a_broken_shard_is_named_and_only_it_is_dropped(tmp_path, damage):
 
 
 def test_leftovers_of_a_kill_are_removed_and_other_parts_left_alone(tmp_path):
+    """Fault 19: temporary files of a dead process."""
     store = fill(tmp_path, 8)
     name = next(iter(store.shards))
     shutil.copy(tmp_path / name, tmp_path / "shard-1of1-00099.safetensors")
@@ -251,6 +253,7 @@ def test_deleting_shards_keeps_what_was_dropped_noted(tmp_path):
 
 
 def test_the_reserve_of_the_disk_is_kept(tmp_path):
+    """Fault 21."""
     free = shutil.disk_usage(tmp_path).free
     writer = StoreWriter(tmp_path, "1of1", LAYERS, HIDDEN, reserve=free)
     with pytest.raises(DiskFull, match=rf"{tmp_path}: \d+ bytes needed, \d+ free, {free} of them kept free"):
@@ -259,6 +262,7 @@ def test_the_reserve_of_the_disk_is_kept(tmp_path):
 
 
 def test_a_full_disk_loses_only_the_open_shard(tmp_path, monkeypatch):
+    """Fault 21."""
     store = fill(tmp_path, 6)
     writer = StoreWriter(tmp_path, "1of1", LAYERS, HIDDEN)
     real, calls = os.pwrite, []
@@ -283,6 +287,7 @@ def test_a_full_disk_loses_only_the_open_shard(tmp_path, monkeypatch):
 
 
 def test_kill_9_costs_at_most_the_open_shard(tmp_path):
+    """Fault 19."""
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; from test_store import *\n"

@@ -40,11 +40,13 @@ def test_offsets_are_accepted():
     ],
 )
 def test_every_other_form_is_refused_by_name(d2t, words):
+    """Fault 32."""
     with pytest.raises(StageError, match=words):
         check_map(d2t, mask(KEPT), "here")
 
 
 def test_fillers_are_unique_and_in_range():
+    """Fault 31: 20 tokens seen, 32 wanted."""
     seen = [6 + i for i in range(20)]
     vocab_map = choose({"a": counts(seen)}, 32, 0.99)
     kept = vocab_map.kept.tolist()
@@ -67,6 +69,7 @@ def test_low_coverage_names_numbers_and_the_size_that_would_do():
 
 
 def test_larger_than_the_verifier_and_no_answers_are_errors():
+    """Fault 31."""
     with pytest.raises(ConfigError, match="65 exceeds .* 64"):
         choose({"a": counts([10])}, 65, 0.5)
     with pytest.raises(StageError, match="no answer token"):
@@ -77,6 +80,8 @@ def test_larger_than_the_verifier_and_no_answers_are_errors():
 
 @pytest.mark.parametrize("bad", [64, -1])
 def test_an_id_outside_the_vocabulary_names_id_and_row(bad, tmp_path):
+    """Fault 31."""
+
     class Info:
         id, shard, prompt, domain = "row-1", "shard-x", 1, "a"
 
