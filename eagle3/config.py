@@ -163,6 +163,9 @@ class TrainSection(Section):
     log_every: int = Field(10, gt=0)
     logger: Literal["none", "tensorboard", "wandb", "mlflow", "trackio"] = "none"
     init_from: str | None = Field(None, description="draft folder to start from (its vocabulary map too)")
+    fc_init: Literal["random", "last_layer"] = Field(
+        "random", description="last_layer: fc starts by passing the last auxiliary layer through"
+    )
     seed: int = 0
 
 

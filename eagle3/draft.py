@@ -214,6 +214,18 @@ def fill_frozen(
     model.verifier_norm.variance_epsilon = verifier.value("rms_norm_eps")
 
 
+def pass_last_layer(model: Eagle3DraftModel) -> None:
+    """Let `fc` [H, A * H] begin as [0 ... 0 I]: what enters the layer is the last auxiliary state itself.
+
+    That state lives in the space that the head reads, so the layer need not learn the way there first.
+    """
+    import torch
+
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.weight[:, -model.hidden_size :].fill_diagonal_(1.0)
+
+
 def frozen_fingerprints(model: Eagle3DraftModel) -> dict[str, str]:
     """xxh3_64 of each frozen tensor's values in bf16, by name (independent of the dtype it is held in)."""
     import torch

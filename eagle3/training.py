@@ -99,6 +99,8 @@ def make_model(stage: Stage, vocab_map, verifier, attention: str, frozen: torch.
     if recipe.train.init_from:
         draft.load_trainable(model, folder)
         log.info("starting from the weights of %s", folder)
+    elif recipe.train.fc_init == "last_layer":
+        draft.pass_last_layer(model)
     return model
 
 
