@@ -20,9 +20,9 @@ import os
 import sys
 from pathlib import Path
 
-from eagle3.checkpoint import draft_folder
+from eagle3.checkpoint import Checkpoints, draft_folder
 from eagle3.cli import Stage, run_stage, stage_parser
-from eagle3.contract import ConfigError, Interrupted
+from eagle3.contract import ConfigError, Interrupted, read_json
 from eagle3.record import StageRecord, file_sha256, files_of
 
 log = logging.getLogger("eagle3")
@@ -81,18 +81,28 @@ def body(stage: Stage) -> str:
 
 def begin(stage: Stage, record: StageRecord) -> bool:
     """Whether there is nothing left to do; else the folder is ready for work."""
-    old = record.done()
-    if old and not stage.args.force and not up_to_round(stage, old):
-        record.path.unlink()  # of the round before this one
-    if record.begin(stage.args.force, made_here):
-        log.info("already trained: %s", stage.run.train)
-        return True
+    if not stage.args.force:
+        record.refuse_other_identity()
+        old = record.done()
+        if up_to_round(stage, old):
+            log.info("already trained: %s", stage.run.train)
+            return True
+        if old:
+            record.path.unlink()  # of the round before this one
+    record.begin(stage.args.force, made_here)
     return False
 
 
 def up_to_round(stage: Stage, old: dict | None) -> bool:
-    """Whether a finished record covers the round that is asked for."""
-    return bool(old) and (stage.args.round is None or old["round"][0] >= stage.args.round[0])
+    """Whether training covers the round that is asked for.
+
+    The finished record says so, or the newest checkpoint: a later round takes the record away when it begins.
+    """
+    if stage.args.round is None or old:
+        return bool(old) and (stage.args.round is None or old["round"][0] >= stage.args.round[0])
+    (k, n), newest = stage.args.round, Checkpoints(stage.run.train, {}).newest()
+    meta = read_json(newest / "meta.json") if newest else {}
+    return meta.get("round", 0) > k or (k < n and meta.get("round") == k and meta["round_whole"])
 
 
 def train_as_rank(stage: Stage, record: StageRecord, store, verifier) -> str:

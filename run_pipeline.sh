@@ -73,7 +73,8 @@ stage() {
     (( code == 0 )) || { echo "[$n] failed with status $code after $(( SECONDS - start )) s; continue with the same command (only what is missing is redone)" >&2; exit "$code"; }
     echo "[$n] $(( SECONDS - start )) s"
 }
-force() { [[ ,${FORCE-}, != *,"$1",* ]] || echo --force; }
+# In rounds only the first one drops what was made before.
+force() { [[ ,${FORCE-}, != *,"$1",* ]] || (( ${k:-1} > 1 )) || echo --force; }
 
 # 03 needs the verifier as a server: it is started only if rows are missing, and stopped in any case.
 extract() {
@@ -100,15 +101,26 @@ train() {
     stage 04 "${launch[@]}" "$root/04_train.py" "$@" $(force 04)
 }
 
+# Whether 04 is done with a round: its states may be deleted by now and are not extracted again.
+trained() {
+    local said code=0
+    [[ $DRY_RUN != 1 && -z $(force 03)$(force 04) ]] || return 1
+    said=$("$PYTHON" "$root/04_train.py" --check --round "$1" 2>&1) || code=$?
+    (( code != 2 )) || { echo "$said" >&2; exit 2; }
+    return "$code"
+}
+
 pipeline() {
     # shellcheck disable=SC2046
     stage 01 "$PYTHON" "$root/01_prepare.py" $(force 01)
     if (( ROUNDS > 1 )); then
         local k
         for (( k = 1; k <= ROUNDS; k++ )); do
+            ! trained "$k/$ROUNDS" || continue
             extract --round "$k/$ROUNDS"
             train --round "$k/$ROUNDS"
         done
+        k=1
     else
         extract
         train
@@ -131,6 +143,7 @@ case $command in
 esac
 [[ $FROM =~ ^0[1-6]$ && $TO =~ ^0[1-6]$ && ! $FROM > $TO ]] || die "FROM=$FROM TO=$TO: two stages 01..06, in order" 2
 [[ $ROUNDS =~ ^[1-9][0-9]*$ ]] || die "ROUNDS=$ROUNDS: a whole number from 1" 2
+[[ $ROUNDS == 1 || $TO != 03 ]] || die "ROUNDS=$ROUNDS TO=03: a window is deleted for the next one, so 04 has to follow (TO=04)" 2
 
 setup; settings
 echo "recipe ${RECIPE:-smollm2-135m}, profile $PROFILE, run directory $RUN_DIR"

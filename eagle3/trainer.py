@@ -386,6 +386,7 @@ class DraftTrainer(Trainer):
                 torch.save(state, folder / "state.pt")
 
             meta = {"epoch": self.at.epoch, "val": self.at.val if self.at.validated == self.at.step else None}
+            meta |= {"round": self.at.round, "round_whole": self.at.step >= self.end}
             path = self.job.checkpoints.save(self.at.step, meta, write)
             if self.at.best_step == self.at.step:
                 self.job.checkpoints.link_best(self.at.step)

@@ -21,6 +21,7 @@ name=$(basename "${{!#}}")
 echo "$*" | sed 's#{root}/##g' >>"$STUB_LOG"
 case "$*" in
     *03_extract_hidden.py\\ --check*) exit "${{STUB_CHECK_03:-1}}" ;;
+    *04_train.py\\ --check*) [[ ,${{STUB_TRAINED-}}, != *,"${{!#}}",* ]]; exit $((! $?)) ;;
     *"${{STUB_FAIL:-nothing-at-all}}"*) exit "${{STUB_STATUS:-1}}" ;;
     *"${{STUB_HANG:-nothing-at-all}}"*) echo $$ >"$STUB_LOG.pid"; trap 'exit 143' TERM; trap 'exit 130' INT
         trap 'exit 129' HUP; for _ in $(seq 200); do sleep 0.1; done ;;
@@ -131,6 +132,19 @@ def test_rounds_repeat_extraction_and_training(stub):
     assert any("03_extract_hidden.py --round 2/2" in c for c in stub.calls())
 
 
+def test_rounds_that_are_trained_on_are_not_extracted_again(stub):
+    assert stub.run(ROUNDS="3", STUB_TRAINED="1/3,2/3").returncode == 0
+    assert stub.stages() == ["01", "03", "04", "05", "06"]
+    assert any("03_extract_hidden.py --round 3/3" in c for c in stub.calls())
+
+
+def test_force_in_rounds_is_for_the_first_round_only(stub):
+    assert stub.run(ROUNDS="2", FORCE="04,05", STUB_TRAINED="1/2,2/2").returncode == 0
+    forced = [c for c in stub.calls() if "--force" in c]
+    assert [re.findall(r"0\d_\w+", c)[-1] for c in forced] == ["04_train", "05_convert"]
+    assert "--round 1/2" in forced[0]
+
+
 def test_force_reaches_only_the_named_stage(stub):
     assert stub.run(FORCE="05").returncode == 0
     forced = [c for c in stub.calls() if "--force" in c]
@@ -159,6 +173,7 @@ def test_two_runs_in_one_directory_are_refused(stub):
         ([], {"PROFILE": "no-such"}, "no profile 'no-such'"),
         ([], {"RECIPE_SET": "train.learning_rate=1"}, "unknown key train.learning_rate"),
         ([], {"ROUNDS": "many"}, "ROUNDS=many"),
+        ([], {"ROUNDS": "2", "TO": "03"}, "ROUNDS=2 TO=03"),
     ],
 )
 def test_bad_usage_is_exit_2_with_the_reason(stub, args, env, words):

@@ -254,6 +254,7 @@ def test_targets_are_the_verifiers_own_logits(family, tmp_path):
 
 
 def test_a_missing_final_norm_is_an_error(tmp_path):
+    """Fault 25: not a warning and a norm of ones."""
     from safetensors.torch import save_file
 
     make_toy_verifier(tmp_path)
@@ -478,7 +479,7 @@ def test_other_settings_train(fresh, changes):
 
 
 def test_ten_samples_are_learned_by_heart(sharp, fresh):
-    """The 04 half of the overfit test: accuracy near 1 at every step of the chain, and so is the walk."""
+    """Fault 43, the 04 half of the overfit test: accuracy near 1 at every step of chain and walk."""
     from transformers import AutoModelForCausalLM
 
     model, rows = AutoModelForCausalLM.from_pretrained(sharp, dtype=torch.bfloat16), []
@@ -553,6 +554,7 @@ def test_kill_9_of_the_real_command(fresh, unbroken):
 
 @pytest.mark.parametrize("damage", ["no COMPLETE", "no weights", "cut state"])
 def test_a_broken_newest_checkpoint_gives_way_to_the_one_before(fresh, unbroken, monkeypatch, capfd, damage):
+    """Fault 29: said, and the result is that of an unbroken run."""
     run, recipe = fresh(train__checkpoint_steps=3)
     with monkeypatch.context() as patch:
         stop_at(patch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -720,7 +722,7 @@ def test_sharded_ranks_continue_what_one_began(fresh, unbroken, monkeypatch):
 # --- rounds -------------------------------------------------------------------------------------------------
 
 
-def test_rounds_train_on_one_window_after_the_other(sharp, fresh, unbroken, capfd):
+def test_rounds_train_on_one_window_after_the_other(sharp, fresh, unbroken, capfd, monkeypatch):
     """Three windows extracted, trained on and deleted in turn: one schedule, one vocabulary, one curve."""
     run, recipe = fresh(train__max_steps=None, train__epochs=1, train__warmup_ratio=0.0)
     rows = token_rows(30)
@@ -740,6 +742,13 @@ def test_rounds_train_on_one_window_after_the_other(sharp, fresh, unbroken, capf
             "heldout": token_rows(4, seed=2),
         }
         write_store(run / "03_hidden", sharp, part, first={"train": 10 * k - 10})
+        if k == 3:  # stopped in the last round: those before it stay done, though their record is gone
+            with monkeypatch.context() as patch:
+                stop_at(patch, ends[-1] + 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+                assert train(run, recipe, "--round", "3/3") == 143
+            checks = [train(run, recipe, "--check", "--round", f"{i}/3") for i in (1, 2, 3)]
+            assert checks == [0, 0, 1]
+            assert train(run, recipe, "--round", "1/3") == 0 and "already trained" in capfd.readouterr().err
         assert train(run, recipe, "--round", f"{k}/3") == 0
         assert train(run, recipe, "--round", f"{k}/3") == 0 and "already trained" in capfd.readouterr().err
         ends.append(last_step(run))
