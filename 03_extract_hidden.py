@@ -290,9 +290,9 @@ def extract(stage: Stage, record: StageRecord, verifier) -> str:
     if plan.todo:
         refuse_if_too_big(stage, plan, store, verifier)
         work.run(plan)
+        work.refuse_failures()
         if stage.args.answers_only:
             return "done"
-        work.refuse_failures()
     return finish(stage, record, plan, work)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -188,6 +190,16 @@ def test_two_passes_give_what_one_pass_gives(toy):
     assert toy.store.digest() == one
 
 
+def test_a_row_without_an_answer_fails_the_first_pass_too(toy):
+    with toy.stub() as stub:
+        stub.refuse = lambda body, number: 400 if number == 3 else None
+        assert toy.run("--mode", "two-pass", "--answers-only") == 1
+        assert "1 rows failed (1 refused)" in toy.log
+        asked = len(stub.requests)
+        assert toy.run("--mode", "two-pass", "--answers-only") == 0
+        assert len(stub.requests) == asked + 1
+
+
 def test_sampling_is_the_recipes_with_a_seed_per_row(toy):
     toy.configure(**{"answers.temperature": 0.7, "answers.top_p": 0.9, "answers.top_k": 5})
     with toy.stub() as stub:
@@ -263,6 +275,7 @@ def no_last_layer(states, ids, number):
 def test_a_spoiled_sample_is_named_the_others_are_stored_and_a_rerun_redoes_it(
     toy, spoil, reason, monkeypatch
 ):
+    """Fault cases 18 (zeros, constant rows) and 27 (one NaN, one inf), and other shapes of the same."""
     monkeypatch.setenv("EXTRACT_REQUESTS", "1")
     monkeypatch.setattr(extract.LayerRange, "SETTLED", 6)
     with toy.stub() as stub:
@@ -325,8 +338,7 @@ def copy_of_aux(stub):
     ],
 )
 def test_the_state_proof_stops_states_that_only_look_right(toy, fault, text, monkeypatch):
-    import re
-
+    """Fault cases 18 (states of another request) and 23 (the last layer is one early; the id is named)."""
     monkeypatch.setenv("EXTRACT_REQUESTS", "1")
     with toy.stub() as stub:
         fault(stub)
@@ -352,6 +364,7 @@ def test_every_shard_is_proved_even_if_none_of_its_rows_asked(toy):
 
 
 def test_rows_at_the_limit_are_taken_longer_ones_dropped_once(toy):
+    """Fault 16: 63, 64 and 65 tokens against a server that takes 64."""
     answer = list(range(10, 30))
     toy.rows["train"] = [toy_row(n, "train", answer, length=n - 20) for n in (63, 64, 65)]
     with toy.stub() as stub:
@@ -367,6 +380,7 @@ def test_rows_at_the_limit_are_taken_longer_ones_dropped_once(toy):
 
 
 def test_a_server_with_a_smaller_limit_is_refused_once_with_both_numbers(toy):
+    """Fault 16: found up front, not sample by sample."""
     with toy.stub(limit=48) as stub:
         assert toy.run() == 1
         assert not stub.requests
@@ -374,6 +388,7 @@ def test_a_server_with_a_smaller_limit_is_refused_once_with_both_numbers(toy):
 
 
 def test_a_permanent_refusal_is_not_retried_a_transient_one_is(toy, monkeypatch):
+    """Fault 16."""
     monkeypatch.setenv("EXTRACT_REQUESTS", "1")
     with toy.stub() as stub:
         stub.refuse = lambda body, number: {2: 400, 6: 503, 7: 429}.get(number)
@@ -457,6 +472,7 @@ def test_two_servers_share_the_rows_and_one_may_die(toy):
 
 
 def test_a_lock_that_stays_held_is_named_after_the_timeout(toy, monkeypatch):
+    """Fault 19."""
     monkeypatch.setattr(extract, "LOCK_TIMEOUT", 0.3)
     monkeypatch.setenv("EXTRACT_REQUESTS", "1")
     with toy.stub() as stub:
@@ -479,6 +495,7 @@ def test_a_lock_that_stays_held_is_named_after_the_timeout(toy, monkeypatch):
 
 
 def test_a_dead_lock_is_ignored_and_a_path_elsewhere_never_touched(toy, tmp_path):
+    """Fault 19."""
     elsewhere = tmp_path / "elsewhere.safetensors"
     with toy.stub() as stub:
 
@@ -511,6 +528,7 @@ def stub_save(path, states, ids):
 
 
 def test_a_full_staging_folder_stops_with_folder_needed_and_free(toy, monkeypatch):
+    """Fault 21."""
     real = shutil.disk_usage
     with toy.stub() as stub:
         write, full = stub._write, threading.Event()
@@ -544,7 +562,31 @@ def test_a_full_staging_folder_stops_with_folder_needed_and_free(toy, monkeypatc
 # --- resume, parts, rounds, budgets -------------------------------------------------------------------------
 
 
+def test_a_full_output_folder_stops_with_folder_needed_and_free(toy, monkeypatch):
+    """Fault 21: the estimate comes first; once there is space again, a rerun takes only what is missing."""
+    toy.configure(**{"states.shard_bytes": 150_000})
+    real = os.pwrite
+
+    def full(fd, data, at):
+        if len(list(toy.run_dir.hidden.glob("shard-*"))) >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, at)
+
+    with toy.stub() as stub:
+        monkeypatch.setattr(os, "pwrite", full)
+        assert toy.run() == 1
+        assert re.search(rf"no space in {toy.run_dir.hidden}: \d+ bytes needed, \d+ free", toy.log)
+        assert toy.log.index("17 of 17 rows to take: about") < toy.log.index("no space in")
+        monkeypatch.setattr(os, "pwrite", real)
+        kept, asked = {s.id for s in toy.store.samples}, len(stub.requests)
+        assert 0 < len(kept) < 17
+        assert toy.run() == 0
+        assert len(stub.requests) - asked == 17 - len(kept)
+    assert len(toy.store.samples) == 17
+
+
 def test_states_that_do_not_fit_are_refused_before_the_start(toy, monkeypatch):
+    """Fault 21."""
     free = shutil.disk_usage(toy.folder).free
     monkeypatch.setenv("DISK_RESERVE_GB", str(free / 1e9))
     with toy.stub() as stub:
@@ -579,6 +621,7 @@ def test_other_settings_are_refused_by_identity(toy):
 
 @pytest.mark.parametrize("damage", ["short", "empty"])
 def test_only_the_rows_of_a_broken_shard_are_redone(toy, damage):
+    """Fault 19: half files and empty ones."""
     toy.configure(**{"states.shard_bytes": 150_000})
     with toy.stub() as stub:
         assert toy.run() == 0

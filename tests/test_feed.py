@@ -137,11 +137,19 @@ def test_rows_read_into_used_buffers_hold_nothing_of_earlier_rows(stores):
         assert not batch.targets[0][~batch.loss_mask[0]].any()
 
 
-def test_a_row_of_padding_has_the_shapes_of_any_other(stores):
-    """Fault 26: what stands in for a missing row has the dtype and shape of any other."""
-    f = feed(stores["bf16"], static=True)
+@pytest.mark.parametrize("stored", ["bf16", "fp8"])
+def test_a_row_of_padding_has_the_shapes_of_any_other(toy_verifier, tmp_path, stored):
+    """Fault 26: what stands in for a missing row, in bf16 with four auxiliary layers, is like any other."""
+    write_store(tmp_path / "s", toy_verifier, {"train": token_rows(4)}, stored, layers=(1, 2, 4, 5))
+    store = Store.open(tmp_path / "s")
+    infos, _ = usable(store.select("train"), 64, LEAD)
+    f = Feed(store, infos, 64, 64, LEAD, CPU, torch.bfloat16, True, False, threads=2)
+    real = next(f.batches(0))
     (batch,) = f._stream(iter([(Row(()), 0, 0, True)]))
-    assert batch.hidden_states.shape == (1, 64, 96) and batch.targets.shape == (1, 64, 32)
+    assert batch.hidden_states.shape == (1, 64, 128) and batch.hidden_states.dtype == torch.bfloat16
+    for name in ("input_ids", "hidden_states", "targets", "loss_mask", "document_ids", "position_ids"):
+        a, b = getattr(batch, name), getattr(real, name)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
     assert not batch.loss_mask.any() and batch.row.supervised == 0
 
 
@@ -192,6 +200,7 @@ def test_a_flipped_byte_stops_with_row_and_shard(stores, tmp_path):
 
 
 def test_a_cut_shard_is_named_before_anything_is_read(stores, tmp_path):
+    """Fault 19, the 04 half: half a file and an empty one."""
     folder = damaged(stores["bf16"], tmp_path)
     shard = sorted(folder.glob("shard-*"))[0]
     with open(shard, "rb+") as f:
