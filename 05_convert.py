@@ -176,14 +176,12 @@ def serve_command(form: str, folder: str, verifier: str, tokens: int) -> str:
 
 def model_card(stage: Stage, draft, checkpoint: Path, parity: dict, form: str) -> str:
     """README.md of an exported folder: what it is, what it was made from, how it is served."""
-    from eagle3.flat import sglang_needs
+    from eagle3.flat import FLAGS, sglang_needs
 
     recipe, run = stage.recipe, stage.run
     train, data = read_json(run.train / "stage.json") or {}, read_json(run.hidden / "stage.json") or {}
     meta = read_json(checkpoint / "meta.json") or {}
-    flags = [
-        f for f in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(draft, f)
-    ]
+    flags = [f for f in FLAGS if getattr(draft, f)]
     window = f"window {draft.sliding_window}" if draft.sliding_window else "full attention"
     vocabulary = (
         f"{draft.draft_vocab_size} of {draft.vocab_size} tokens" if draft.reduced else "the whole vocabulary"

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 VERSION = 2  # of the tables: a change makes 05 convert anew
 FORMS = ("vllm", "sglang")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # where the draft has its norms
 
 
 # --- the draft, free of any format --------------------------------------------------------------------------
@@ -550,11 +551,7 @@ def read_speculators(config: dict, where: str) -> Draft:
     Raises:
         StageError: unknown key, missing head size or layer ids, contradiction.
     """
-    flags = (
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-    )  # added after 0.3; their absence means false everywhere
+    flags = FLAGS[1:]  # added after 0.3; their absence means false everywhere
     used = {
         "transformer_layer_config",
         "draft_vocab_size",
@@ -630,10 +627,9 @@ def read_flat(
     known = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
     if (arch := (config.get("architectures") or [known[0]])[0]) not in known:
         raise StageError(f"{where}: architecture {arch}; only Llama drafts ({known[0]}) are converted")
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     used = {
         *_LLAMA_USED,
-        *flags,
+        *FLAGS,
         "use_aux_norm",
         "draft_vocab_size",
         "target_hidden_size",
@@ -657,7 +653,7 @@ def read_flat(
         raise StageError(
             f"{where}: num_aux_hidden_states {config['num_aux_hidden_states']}, layer ids {list(ids)}"
         )
-    on = {f: bool(config.get(f, False)) for f in flags}
+    on = {f: bool(config.get(f, False)) for f in FLAGS}
     on["fc_norm"] = on["fc_norm"] or bool(config.get("use_aux_norm", False))
     return Draft(
         **fields, **on, draft_vocab_size=config.get("draft_vocab_size") or fields["vocab_size"], layer_ids=ids

@@ -20,12 +20,11 @@ from eagle3.cli import Stage
 from eagle3.contract import ConfigError, StageError, read_jsonl
 from eagle3.draft import frozen_fingerprints
 from eagle3.feed import Feed, usable
+from eagle3.flat import FLAGS
 from eagle3.record import differences
 from eagle3.trainer import DraftTrainer, Job, refuse_other_launchers
 
 log = logging.getLogger("eagle3")
-
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def prepare_torch() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from eagle3.flat import FLAGS
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 50000.0,
@@ -15,7 +17,6 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def toy_draft(verifier, **changes):
@@ -52,10 +53,7 @@ def bare_draft(**changes):
         "rope": {"rope_type": "default", "rope_theta": 10000.0},
         "layer_types": ("full_attention",),
         "sliding_window": None,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **dict.fromkeys(FLAGS, False),
         "layer_ids": (2, 4, 5),
         **changes,
     }
