@@ -6,8 +6,10 @@
 
 Synthetic states in our store (bf16 and fp8) and in speculators' files; hidden 7168, draft vocabulary 32,000,
 3 TTT steps, 8,192 tokens a step. Everything runs on one model in one process, so the figures differ by the
-feed alone. Needs torch, transformers, speculators (and datasets for the stock feed); no network, no verifier,
-no vLLM. A phase that fails is reported under "errors"; the last line is one JSON object.
+feed alone. On a GPU the files are written by processes of their own while the model is built and compiled.
+Needs torch, transformers, speculators (and datasets for the stock feed); no network, no verifier, no vLLM.
+What matters most comes first; a phase that fails is reported under "errors"; the last line is one JSON
+object, which --out also writes after every phase.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -40,7 +43,7 @@ SIZES = {
         "hidden": 7168, "vocab": 163840, "draft_vocab": 32000, "seen": 40000, "heads": 64, "kv": 64,
         "head_dim": 128,
         "inner": 12288, "rope": YARN, "limit": 262144, "tokens_per_step": 8192, "row": 8192, "tokens": 2048,
-        "prompt": 512, "samples": 64, "steps": 24, "threads": 4,
+        "prompt": 512, "samples": 48, "steps": 24, "threads": 4,
     },
     "cpu": {
         "hidden": 576, "vocab": 49152, "draft_vocab": 8192, "seen": 12000, "heads": 9, "kv": 3,
@@ -52,6 +55,7 @@ SIZES = {
 }  # fmt: skip
 LAYERS = [2, 30, 58]
 TTT = 3
+FORMATS = ("bf16", "fp8", "stock")
 
 
 class Bench:
@@ -92,6 +96,12 @@ class Bench:
             traceback.print_exc()
             self.say(f"{name} FAILED: {self.out['errors'][name]}")
         self.out.setdefault("phase_seconds", {})[name] = round(time.monotonic() - began, 1)
+        self.write()
+
+    def write(self) -> None:
+        """What is known so far, so that a run that is cut off loses nothing."""
+        if self.args.out and self.rank == 0:
+            Path(self.args.out).write_text(json.dumps(self.out) + "\n")
 
     def sync(self) -> None:
         if self.device.type == "cuda":
@@ -105,55 +115,86 @@ class _Skip(Exception):
 # --- data ---------------------------------------------------------------------------------------------------
 
 
-def sample_states(b: Bench, number: int):
-    """(states bf16 [T, 4, H] on the CPU, token ids)."""
+def sample_states(b: Bench):
+    """Yields (number, states bf16 [T, 4, H], token ids [T + 1]) on the CPU: windows of one pool of noise."""
     s = b.size
-    g = torch.Generator(b.device).manual_seed(number)
-    states = torch.randn(s["tokens"] - 1, 4, s["hidden"], generator=g, device=b.device, dtype=torch.float32)
-    ids = torch.randint(0, s["seen"], (s["tokens"],), generator=torch.Generator().manual_seed(number))
-    return states.to(torch.bfloat16).cpu(), ids
+    g = torch.Generator().manual_seed(0)
+    length = s["tokens"] - 1
+    pool = torch.randn(length + 4 * s["samples"], 4, s["hidden"], generator=g).to(torch.bfloat16)
+    for n in range(s["samples"]):
+        ids = torch.randint(0, s["seen"], (s["tokens"],), generator=torch.Generator().manual_seed(n))
+        yield n, pool[4 * n : 4 * n + length], ids
 
 
-def make_stores(b: Bench) -> None:
-    """Our store in both dtypes, and speculators' data folder, from the same samples."""
-    from safetensors.torch import save_file
-
+def write_data(b: Bench, form: str, folder: str | None = None, samples: int | None = None) -> None:
+    """Our store in one dtype, or speculators' data folder ("stock"), of the same samples."""
+    target = b.work / (folder or form)
+    if form == "stock":
+        write_stock(b, target)
+        return
     from eagle3.store import StoreWriter
 
-    s = b.size
-    writers = {}
-    for dtype in ("bf16", "fp8"):
-        (b.work / dtype).mkdir(parents=True, exist_ok=True)
-        writers[dtype] = StoreWriter(b.work / dtype, "1of1", [*LAYERS, 61], s["hidden"], dtype, 2_000_000_000)
-    stock = b.work / "stock" / "hidden_states"
-    stock.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for n in range(s["samples"]):
-        states, ids = sample_states(b, n)
+    target.mkdir(parents=True, exist_ok=True)
+    writer = StoreWriter(target, "1of1", [*LAYERS, 61], b.size["hidden"], form, 2_000_000_000)
+    for n, states, ids in sample_states(b):
+        if n == samples:
+            break
         entry = {"id": f"row-{n:05d}", "split": "train", "domain": "x", "source": "x", "input": f"{n:032x}"}
-        for writer in writers.values():
-            writer.add(states, ids.tolist(), s["prompt"], **entry)
-        save_file({"hidden_states": states, "token_ids": ids[:-1].clone()}, stock / f"hs_{n}.safetensors")
-        rows.append(ids[:-1].tolist())
-    for writer in writers.values():
-        writer.close()
-    try:
-        from datasets import Dataset
+        writer.add(states, ids.tolist(), b.size["prompt"], **entry)
+    writer.close()
 
-        length = s["tokens"] - 1
-        mask = [[0] * s["prompt"] + [1] * (length - s["prompt"])] * len(rows)
-        data = {"input_ids": rows, "loss_mask": mask, "seq_len": [length] * len(rows)}
-        Dataset.from_dict(data).with_format("torch").save_to_disk(b.work / "stock")
-    except ImportError as err:
-        b.out["errors"]["stock data"] = str(err)
+
+def write_stock(b: Bench, target: Path) -> None:
+    from datasets import Dataset
+    from safetensors.torch import save_file
+
+    s, rows = b.size, []
+    (target / "hidden_states").mkdir(parents=True, exist_ok=True)
+    for n, states, ids in sample_states(b):
+        tensors = {"hidden_states": states.clone(), "token_ids": ids[:-1].clone()}
+        save_file(tensors, target / "hidden_states" / f"hs_{n}.safetensors")
+        rows.append(ids[:-1].tolist())
+    length = s["tokens"] - 1
+    # A boolean mask, as our feed has it, so that both feeds run the same compiled model.
+    mask = [[False] * s["prompt"] + [True] * (length - s["prompt"])] * len(rows)
+    data = {"input_ids": rows, "loss_mask": mask, "seq_len": [length] * len(rows)}
+    Dataset.from_dict(data).with_format("torch").save_to_disk(target)
+
+
+def start_writers(b: Bench) -> dict[str, subprocess.Popen]:
+    """A process per format; they need a CPU only."""
+    if b.rank:
+        return {}
+    shutil.rmtree(b.work, ignore_errors=True)
+    b.work.mkdir(parents=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "--device", b.args.device]
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return {
+        form: subprocess.Popen([*command, "--work", str(b.work), "--write", form], env=alone)
+        for form in FORMATS
+    }
+
+
+def wait_for_writers(b: Bench, writers: dict[str, subprocess.Popen]) -> None:
+    with b.phase("data"):
+        for form, process in writers.items():
+            if process.wait(max(1, b.left)):
+                b.out["errors"][f"{form} data"] = f"exit status {process.returncode}"
+        if b.rank == 0:
+            b.out["store_bytes"] = {
+                form: sum(f.stat().st_size for f in (b.work / form).rglob("*") if f.is_file())
+                for form in FORMATS
+            }
+    if b.world > 1:
+        torch.distributed.barrier()
 
 
 def drop_cache(folder: Path) -> None:
     """Forget a folder's pages (synced first, or they could not be dropped)."""
-    os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
 
@@ -215,11 +256,11 @@ def _build(config, vocab_map, verifier, frozen):
     return model
 
 
-def make_feed(b: Bench, dtype: str, autocast: bool, compact: bool):
+def make_feed(b: Bench, folder: str, autocast: bool, compact: bool):
     from eagle3.feed import Feed, usable
     from eagle3.store import Store
 
-    s, store = b.size, Store.open(b.work / dtype)
+    s, store = b.size, Store.open(b.work / folder)
     infos, _ = usable(store.select("train"), s["row"], TTT - 1)
     return Feed(
         store, infos, s["tokens_per_step"] * b.world, s["row"], TTT - 1, b.device,
@@ -349,21 +390,32 @@ def parts_of_a_step(b: Bench, trainer, feed) -> dict:
     return {f"{key}_ms": round(value, 1) for key, value in marks.items()}
 
 
-def fused_adamw(trainer) -> None:
-    """Replace the optimizer by one whose update is a single kernel (state starts anew)."""
+@contextmanager
+def fused_adamw(trainer):
+    """An optimizer whose update is one kernel, in the place of the trainer's own."""
     from torch.optim import AdamW
 
-    (old,) = trainer.optimizers
-    group = old.param_groups[0]
+    own = trainer.optimizers, trainer.schedulers
+    (group,) = own[0][0].param_groups
     params = [p for p in group["params"] if p.requires_grad]
-    old.state.clear()
-    trainer.optimizers = [AdamW(params, lr=group["lr"], weight_decay=0.0, fused=True)]
-    trainer.schedulers = []
+    trainer.optimizers, trainer.schedulers = [AdamW(params, lr=group["lr"], weight_decay=0.0, fused=True)], []
+    try:
+        yield
+    finally:
+        trainer.optimizers, trainer.schedulers = own
 
 
-def stock_feed(b: Bench, model, workers: int, steps: int, dtype: torch.dtype) -> dict:
-    """speculators' own dataset, collator, loader and Trainer loop, on a given model."""
-    from speculators.losses import resolve_loss_config
+def without_extras(_model, args, kwargs):
+    """Drops what the stock collator adds and the model ignores: it would be compiled a second time."""
+    return args, {k: v for k, v in kwargs.items() if k != "error_records"}
+
+
+def stock_feed(b: Bench, model, workers: int, steps: int, dtype: torch.dtype, loss: dict) -> dict:
+    """speculators' own dataset, collator, loader and Trainer loop, on a given model.
+
+    Args:
+        loss: the `loss_config` of the model's call.
+    """
     from speculators.models.eagle3 import shift_batch
     from speculators.train import trainer as upstream
     from speculators.train.data import ArrowDataset
@@ -386,23 +438,22 @@ def stock_feed(b: Bench, model, workers: int, steps: int, dtype: torch.dtype) ->
             profiles.append(found)
         return found
 
-    kwargs = {
-        "ttt_steps": TTT,
-        "ttt_step_loss_decay": 0.8,
-        "loss_config": resolve_loss_config("kl_div", "eager"),
-    }
+    kwargs = {"ttt_steps": TTT, "ttt_step_loss_decay": 0.8, "loss_config": loss}
     config = upstream.TrainerConfig(
         lr=3e-5, num_epochs=1, save_path=str(b.work / "stock-out"), train_call_kwargs=kwargs,
         val_call_kwargs=kwargs,
         scheduler_total_steps=1000, hidden_states_dtype=dtype, log_freq=1, max_steps=steps,
     )  # fmt: skip
     upstream._StepTimer.profile = profile
+    hook = model.register_forward_pre_hook(without_extras, with_kwargs=True)
+    began = time.monotonic()
     try:
         trainer = upstream.Trainer(model, config, loader)
         while trainer.global_step < steps:
             trainer.train_epoch(trainer.global_step)
     finally:
         upstream._StepTimer.profile = original
+        hook.remove()
         del loader
     use = profiles[len(profiles) // 3 :]  # the first ones wait for workers to start and kernels to be made
     total = sum(p["step_ms"] for p in use)
@@ -412,6 +463,10 @@ def stock_feed(b: Bench, model, workers: int, steps: int, dtype: torch.dtype) ->
         "wait_share": round(sum(p["fetch_ms"] for p in use) / total, 4),
         "step_ms_median": round(sorted(p["step_ms"] for p in use)[len(use) // 2], 1),
         "steps": len(use),
+        "seconds_with_start": round(time.monotonic() - began, 1),
+        "per_step": [
+            {k: round(p[k], 1) for k in ("fetch_ms", "fwd_ms", "bwd_ms", "opt_ms", "step_ms")} for p in use
+        ],
     }
 
 
@@ -427,87 +482,110 @@ def quiet(phase):
 
 
 def run_gpu(b: Bench) -> None:
-    state: dict = {}
+    writers = start_writers(b)
+    parts = set_up(b)
+    wait_for_writers(b, writers)
+    if parts is not None:
+        measure(b, parts)
+    b.out["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
 
-    def data():
-        with b.phase("data"):
-            if b.rank == 0:
-                shutil.rmtree(b.work, ignore_errors=True)
-                b.work.mkdir(parents=True)
-                make_stores(b)
-                b.out["store_bytes"] = {
-                    d: sum(f.stat().st_size for f in (b.work / d).iterdir()) for d in ("bf16", "fp8")
-                }
-            if b.world > 1:
-                torch.distributed.barrier()
 
-    def model():
-        with b.phase("model"):
-            draft, vocab_map, head = make_model(b, "simple_flex_attention", torch.bfloat16)
-            feeds = {d: make_feed(b, d, True, False) for d in ("bf16", "fp8")}
-            state.update(model=draft, feeds=feeds, head=head, vocab=vocab_map)
-            state["trainer"] = make_trainer(b, draft, vocab_map, head, feeds["bf16"], True, False, None)
-            b.out["trainable_parameters"] = sum(p.numel() for p in draft.parameters() if p.requires_grad)
-            b.out["gpu"] = torch.cuda.get_device_name(b.device)
+def set_up(b: Bench) -> SimpleNamespace | None:
+    """Model and trainer, compiled on a store of a single step."""
+    parts = None
+    with b.phase("model"):
+        b.out["gpu"] = torch.cuda.get_device_name(b.device)
+        b.out["versions"] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+        model, vocab_map, head = make_model(b, "simple_flex_attention", torch.bfloat16)
+        seed = f"seed-{b.rank}"
+        write_data(b, "bf16", seed, samples=b.size["tokens_per_step"] // b.size["tokens"] * b.world)
+        feed = make_feed(b, seed, True, False)
+        trainer = make_trainer(b, model, vocab_map, head, feed, True, False, None)
+        b.out["trainable_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        parts = SimpleNamespace(model=model, trainer=trainer, resident=feed)
+    if parts is None:
+        return None
+    with b.phase("compile"):
+        ceiling(b, parts.trainer, parts.resident, 1, warm=1)
+        b.sync()
+    return parts
+
+
+def measure(b: Bench, parts: SimpleNamespace) -> None:
+    """Everything that is timed, the most important first."""
+    steps, trainer = b.size["steps"], parts.trainer
+    feeds: dict = {}
+    # Bytes of states per position: three auxiliary layers, and the final one where it is a target.
+    per_token = {
+        d: (4 - b.size["prompt"] / b.size["tokens"]) * b.size["hidden"] * width
+        for d, width in (("bf16", 2), ("fp8", 1))
+    }
 
     def compute():
         with b.phase("ceiling"):
-            b.out["ceiling"] = ceiling(b, state["trainer"], state["feeds"]["bf16"], b.size["steps"])
+            b.out["ceiling"] = ceiling(b, trainer, parts.resident, steps)
             b.say(f"ceiling {b.out['ceiling']}")
             if b.world == 1:
-                b.out["ceiling"]["parts"] = parts_of_a_step(b, state["trainer"], state["feeds"]["bf16"])
+                b.out["ceiling"]["parts"] = parts_of_a_step(b, trainer, parts.resident)
 
-    def ours():
-        width = {"bf16": 2, "fp8": 1}
-        per_token = {
-            d: (3 + 1 - b.size["prompt"] / b.size["tokens"]) * b.size["hidden"] * w for d, w in width.items()
-        }
-        for dtype in ("bf16", "fp8"):
-            for cache in ("warm", "cold"):
-                with b.phase(f"ours {dtype} {cache}", needs=25):
-                    if cache == "cold":
-                        drop_cache(b.work / dtype)
-                        state["feeds"][dtype]._verified.clear()  # as in the first epoch of a run
-                    # Cold reads count only until the pages are back: one epoch, no second one.
-                    steps = b.size["steps"] if cache == "warm" else len(state["feeds"][dtype]) - 2
-                    found = timed_steps(b, state["trainer"], state["feeds"][dtype], steps)
-                    found["read_gb_per_s"] = round(found["tokens_per_s"] * per_token[dtype] / 1e9, 2)
-                    found["of_ceiling"] = round(found["tokens_per_s"] / b.out["ceiling"]["tokens_per_s"], 4)
-                    b.out.setdefault("ours", {})[f"{dtype}_{cache}"] = found
-                    b.say(f"ours {dtype} {cache}: {found}")
+    def ours(dtype: str, cache: str, needs: float):
+        name = f"{dtype}_{cache}"
+        with b.phase(f"ours {name}", needs=needs):
+            if dtype not in feeds:
+                feeds[dtype] = make_feed(b, dtype, True, False)
+            feed = feeds[dtype]
+            if cache == "cold":
+                drop_cache(b.work / dtype)
+                feed._verified.clear()  # as in the first epoch of a run
+            # Cold reads count only until the pages are back: one epoch, no second one.
+            found = timed_steps(b, trainer, feed, steps if cache == "warm" else len(feed) - 2)
+            found["read_gb_per_s"] = round(found["tokens_per_s"] * per_token[dtype] / 1e9, 2)
+            found["of_ceiling"] = round(found["tokens_per_s"] / b.out["ceiling"]["tokens_per_s"], 4)
+            found["mfu"] = round(found["tokens_per_s"] * trainer.flops / trainer.peak / b.world, 4)
+            b.out.setdefault("ours", {})[name] = found
+            b.say(f"ours {name}: {found}")
 
-    def save():
-        with b.phase("checkpoint", needs=50):
-            state["trainer"].save()
-            folder = next((b.work / "out").glob("step-*"))
-            size = sum(f.stat().st_size for f in folder.iterdir())
-            b.out["checkpoint"] = {"seconds": round(state["trainer"].save_seconds, 1), "bytes": size}
-            shutil.rmtree(folder)
-
-    def stock():
-        for workers in (6, 12, 3):
-            with b.phase(f"stock {workers} workers", needs=60):
-                found = stock_feed(b, state["model"], workers, 12, torch.bfloat16)
-                b.out.setdefault("stock_runs", []).append(found)
-                b.say(f"stock: {found}")
+    def ceiling_again():
+        with b.phase("ceiling again"):
+            b.out["ceiling"]["again"] = ceiling(b, trainer, parts.resident, 8)["tokens_per_s"]
 
     def fused():
-        with b.phase("fused optimizer", needs=20):
-            fused_adamw(state["trainer"])
-            b.out["ceiling_fused_adamw"] = ceiling(b, state["trainer"], state["feeds"]["bf16"], 10)
+        with b.phase("fused optimizer", needs=10), fused_adamw(trainer):
+            found = b.out["fused_adamw"] = {"ceiling": ceiling(b, trainer, parts.resident, 12)}
+            found["parts"] = parts_of_a_step(b, trainer, parts.resident)
+            found["ours_bf16_warm"] = timed_steps(b, trainer, feeds["bf16"], 12)
+            b.say(f"fused: {found}")
 
-    for phase in (data, model, compute):
-        phase()
-    quiet(ours)
+    def stock(workers: int):
+        with b.phase(f"stock {workers} workers", needs=50):
+            loss = trainer.config.train_call_kwargs["loss_config"]
+            found = stock_feed(b, parts.model, workers, 12, torch.bfloat16, loss)
+            b.out.setdefault("stock_runs", []).append(found)
+            best = b.out["stock"] = max(b.out["stock_runs"], key=lambda r: r["tokens_per_s"])
+            b.out["ratio"] = round(b.out["ours"]["bf16_warm"]["tokens_per_s"] / best["tokens_per_s"], 2)
+            b.say(f"stock: {found}")
+
+    def save():
+        with b.phase("checkpoint", needs=30):
+            trainer.save()
+            folder = next((b.work / "out").glob("step-*"))
+            size = sum(f.stat().st_size for f in folder.iterdir())
+            b.out["checkpoint"] = {"seconds": round(trainer.save_seconds, 1), "bytes": size}
+            b.say(f"checkpoint: {b.out['checkpoint']}")
+            shutil.rmtree(folder)
+
+    compute()
+    quiet(lambda: ours("bf16", "warm", 12))
+    quiet(lambda: ours("fp8", "warm", 12))
     if b.world == 1:
-        for phase in (save, stock, fused):
-            quiet(phase)
-        if runs := b.out.get("stock_runs"):
-            b.out["stock"] = max(runs, key=lambda r: r["tokens_per_s"])
-            b.out["ratio"] = round(
-                b.out["ours"]["bf16_warm"]["tokens_per_s"] / b.out["stock"]["tokens_per_s"], 2
-            )
-    b.out["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        quiet(ceiling_again)
+        quiet(fused)
+        quiet(lambda: stock(6))
+        quiet(save)
+    quiet(lambda: ours("bf16", "cold", 20))
+    quiet(lambda: ours("fp8", "cold", 15))
+    if b.world == 1:
+        quiet(lambda: stock(12))
 
 
 def run_several(b: Bench) -> None:
@@ -555,10 +633,7 @@ def run_cpu(b: Bench) -> None:
     speculators_cpu.apply()
     from eagle3 import fastpath
 
-    with b.phase("data"):
-        shutil.rmtree(b.work, ignore_errors=True)
-        b.work.mkdir(parents=True)
-        make_stores(b)
+    wait_for_writers(b, start_writers(b))
     b.out["threads"] = torch.get_num_threads()
     with b.phase("ours"):
         model, vocab_map, head = make_model(b, fastpath.ATTENTION, torch.float32)
@@ -575,10 +650,13 @@ def run_cpu(b: Bench) -> None:
             b, trainer, feed_again := make_feed(b, "bf16", False, True), b.size["steps"], warm=1
         )
         feed_again.close()
+    from speculators.losses import resolve_loss_config
+
     for dtype in (torch.float32, torch.bfloat16):
         with b.phase(f"stock {dtype}", needs=30):
             model, _, _ = make_model(b, "sdpa", torch.float32)
-            found = {"dtype": str(dtype), **stock_feed(b, model, 0, 3, dtype)}
+            loss = resolve_loss_config("kl_div", "eager")
+            found = {"dtype": str(dtype), **stock_feed(b, model, 0, 3, dtype, loss)}
             b.out.setdefault("stock_runs", []).append(found)
             b.say(f"stock: {found}")
     if runs := b.out.get("stock_runs"):
@@ -593,13 +671,19 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument(
-        "--work", default="/tmp/eagle3-train-bench", help="19 GB are written here on a GPU machine"
+        "--work", default="/tmp/eagle3-train-bench", help="24 GB are written here on a GPU machine"
     )
     parser.add_argument(
         "--budget", type=float, default=330, help="seconds in all; phases that no longer fit are skipped"
     )
     parser.add_argument("--keep", action="store_true", help="leave the work folder")
+    parser.add_argument("--out", help="file for the JSON object, rewritten after every phase")
+    parser.add_argument("--write", choices=FORMATS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.write:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
+        write_data(Bench(args), args.write)
+        return 0
     if args.gpus > 1 and "RANK" not in os.environ:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
         os.execv(sys.executable, [sys.executable, *command, str(Path(__file__).resolve()), *sys.argv[1:]])
@@ -622,6 +706,7 @@ def main() -> int:
         bench.out["errors"]["run"] = f"{type(err).__name__}: {' '.join(str(err).split())[:400]}"
     if bench.rank == 0:
         bench.out["seconds"] = round(time.monotonic() - bench.began, 1)
+        bench.write()
         if not args.keep:
             shutil.rmtree(bench.work, ignore_errors=True)
         print(json.dumps(bench.out), flush=True)
