@@ -123,10 +123,12 @@ class Bench:
         """
         e = self.stage.recipe.evaluate
         m = Material(draft.name, draft.folder, draft.fingerprint, e.num_speculative_tokens, plain=self.plain)
+        # As many rows a step as without a draft: a verify step has one per draft token more.
+        in_flight = max(1, self.in_flight // (1 + e.num_speculative_tokens))
         for temperature in e.temperatures:
             with Progress(len(self.rows), "prompt", f"asking with {draft.name}") as progress:
                 m.passes[temperature] = ask_counted(
-                    served, self.rows, self.ask(temperature), self.in_flight, progress.update
+                    served, self.rows, self.ask(temperature), in_flight, progress.update
                 )
         m.alternating = plain is not None
         servers = {"plain": plain, "draft": served} if plain else {"draft": served}
