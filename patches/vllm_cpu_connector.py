@@ -1,7 +1,7 @@
 """vLLM >= 0.26, CPU platform only: hidden-state connector without pinned memory, streams, events and drafts.
 
-Why, first: `ExampleHiddenStatesConnector._submit_async_write` allocates pinned memory and records CUDA events,
-which do not exist in the CPU build, so the first finished request kills the engine.
+Why, first: `ExampleHiddenStatesConnector._submit_async_write` allocates pinned memory and records CUDA
+events, which do not exist in the CPU build, so the first finished request kills the engine.
 Why, second: the extraction proposer hands each sampled token back as a "draft" of the next one. Verifying it
 doubles the rows of every decode step, and a compute-bound CPU pays for all of them (the token is refused
 unless the text repeats it). Nothing is scheduled for verification here; states and tokens stay the same.
