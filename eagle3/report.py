@@ -160,12 +160,13 @@ def result_line(r: Run) -> str:
     """Acceptance and speed-up in a sentence."""
     e = r.evaluation
     length = number(e.get("acceptance_length")) + interval(e.get("acceptance_length_ci95"))
-    one = (e.get("concurrency") or {}).get("1") or {}
-    speed = number(one.get("speedup"), 2, "x") + interval(one.get("speedup_ci95"))
+    tokens, best = e.get("num_speculative_tokens") or 3, e.get("best_num_speculative_tokens")
+    row = next((x for x in e.get("lengths") or [] if x["num_speculative_tokens"] == best), {})
+    speed = number(row.get("speedup"), 2, "x") + interval(row.get("speedup_ci95"))
     return (
-        f"Acceptance length on held-out prompts: {length} (1 = the draft helps nothing, "
-        f"{(e.get('num_speculative_tokens') or 3) + 1} is the most); speed-up at one request in flight: "
-        f"{speed}."
+        f"Acceptance length on held-out prompts: {length} with {tokens} draft tokens (1 = the draft helps "
+        f"nothing, {tokens + 1} is the most); speed-up at one request in flight: {speed} at the best draft "
+        f"length, {best or tokens}."
     )
 
 
