@@ -741,7 +741,7 @@ def test_an_interrupt_leaves_no_server_and_no_done_record(world, tmp_path):
     )
     (tmp_path / "other").mkdir()
     command = [sys.executable, str(driver), str(tmp_path / "other")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 143, done.stderr
     assert "up 0" in done.stdout and not (tmp_path / "other/run/06_evaluate/stage.json").exists()
 
@@ -778,5 +778,5 @@ def test_the_real_run_is_skipped_quickly(e2e_run):
         "RECIPE_SET": E2E_SET,
         "PROFILE": "cpu-smoke",
     }
-    done = run_stage_cmd("06_evaluate.py", "--check", env=env, timeout=60)
+    done = run_stage_cmd("06_evaluate.py", "--check", env=env, timeout=240)
     assert done.returncode == 0, done.stderr

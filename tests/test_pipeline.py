@@ -48,7 +48,7 @@ def stub(tmp_path):
         def run(self, *args, **env):
             command = [str(ROOT / "run_pipeline.sh"), *args]
             return subprocess.run(
-                command, env=self.environment(**env), capture_output=True, text=True, timeout=60
+                command, env=self.environment(**env), capture_output=True, text=True, timeout=240
             )
 
         def start(self, **env):
@@ -111,7 +111,7 @@ def test_a_signal_reaches_the_running_stage_and_sets_the_status(stub, signum):
         time.sleep(0.05)
     began = time.time()
     process.send_signal(signum)
-    assert process.wait(timeout=20) == 128 + signum
+    assert process.wait(timeout=120) == 128 + signum
     assert time.time() - began < 10
     assert not os.path.exists(f"/proc/{pid_file.read_text().strip()}")
     assert stub.stages() == ["01", "03", "04"]
@@ -158,7 +158,7 @@ def test_two_runs_in_one_directory_are_refused(stub):
         time.sleep(0.05)
     second = stub.run()
     first.terminate()
-    first.wait(timeout=20)
+    first.wait(timeout=120)
     assert second.returncode == 1
     assert "another run_pipeline.sh works in" in second.stderr
 

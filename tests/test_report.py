@@ -96,7 +96,7 @@ def test_the_one_command_of_an_interrupted_run_continues_it(made, monkeypatch, t
     stub.chmod(0o755)
     env |= {"DRY_RUN": "1", "SETUP": "off", "PYTHON": str(stub)}
     done = subprocess.run(
-        ["bash", "-e"], input=block, cwd=made.run.path, env=env, capture_output=True, text=True, timeout=60
+        ["bash", "-e"], input=block, cwd=made.run.path, env=env, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert f"recipe smollm2-135m, profile cpu-smoke, run directory {made.run.path}" in done.stdout
