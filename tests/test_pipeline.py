@@ -112,7 +112,7 @@ def test_a_signal_reaches_the_running_stage_and_sets_the_status(stub, signum):
     began = time.time()
     process.send_signal(signum)
     assert process.wait(timeout=120) == 128 + signum
-    assert time.time() - began < 10
+    assert time.time() - began < 60
     assert not os.path.exists(f"/proc/{pid_file.read_text().strip()}")
     assert stub.stages() == ["01", "03", "04"]
 
