@@ -223,7 +223,7 @@ def test_training_waits_for_the_slower_of_gpus_and_disk(tmp_path, monkeypatch):
     assert seconds["disk read"] == pytest.approx(plan["tokens"]["train_all_epochs"] * 51.6e3 / 1e9, rel=0.02)
     assert seconds["disk read"] > 10 * seconds["compute"]
     needed = plan["training_rate"]["disk_read_needed_bytes_per_s"]
-    assert needed == pytest.approx(8 * 67800 * 51.6e3, rel=0.03)
+    assert needed == pytest.approx(8 * 72100 * 51.6e3, rel=0.03)
 
 
 def test_the_disk_is_probed_only_where_the_machine_is_the_profile_s(tmp_path, monkeypatch):
