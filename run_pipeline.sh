@@ -70,7 +70,11 @@ stage() {
     printf '[%s] + ' "$n"; printf '%q ' "$@"; echo
     [[ $DRY_RUN != 1 ]] || return 0
     run "$@" || code=$?
-    (( code == 0 )) || { echo "[$n] failed with status $code after $(( SECONDS - start )) s; continue with the same command (only what is missing is redone)" >&2; exit "$code"; }
+    if (( code == 2 )); then
+        echo "[$n] refused these settings: status 2, nothing was spent" >&2; exit 2
+    elif (( code != 0 )); then
+        echo "[$n] failed with status $code after $(( SECONDS - start )) s; continue with the same command (only what is missing is redone)" >&2; exit "$code"
+    fi
     echo "[$n] $(( SECONDS - start )) s"
 }
 # In rounds only the first one drops what was made before.
