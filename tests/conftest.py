@@ -98,8 +98,8 @@ def smol() -> Path:
 E2E_SAMPLES = "48"
 E2E_SET = (
     "train.epochs=3 answers.max_tokens=64 evaluate.max_tokens=48 evaluate.repeats=2 "
-    "evaluate.timed_prompts=4 evaluate.concurrency=[1,4] evaluate.prompts_per_set=24 draft.min_coverage=0.9 "
-    "states.shard_bytes=20000000"
+    "evaluate.timed_prompts=4 evaluate.concurrency=[1,4] draft.min_coverage=0.9 "
+    "states.shard_bytes=20000000 'data.heldout=[{path: configs/data/heldout.jsonl, limit: 24}]'"
 )
 
 
