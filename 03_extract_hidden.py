@@ -68,7 +68,7 @@ def body(stage: Stage) -> str:
     from eagle3.verifier import open_verifier
 
     verifier = open_verifier(stage.recipe, fetch=False)
-    answers = stage.recipe.answers.model_dump()
+    answers = stage.recipe.answers.model_dump(exclude={"expected_tokens"})  # that one is for `plan` only
     identity = {"format": FORMAT, "verifier": verifier.fingerprint, "layers": verifier.served_layers}
     identity |= {"dtype": stage.recipe.states.dtype, "answers": answers, "seed": stage.recipe.seed}
     record = StageRecord(stage.run, "03", identity, stage.profile.name)
