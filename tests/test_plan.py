@@ -252,13 +252,13 @@ def test_rounds_divide_the_disk_and_multiply_the_loads(tmp_path, monkeypatch):
 
 
 def law(samples: int, noise: random.Random) -> dict:
-    """Seconds of the default recipe's stages in a made-up world with 3 % noise: samples + 4 % + 120 rows."""
-    rows, tokens = samples * 1.04 + 120, (samples * 1.04 + 120) * 150
+    """Seconds of the default recipe's stages in a made-up world with 3 % noise: samples + 4 % + 96 rows."""
+    rows, tokens = samples * 1.04 + 96, (samples * 1.04 + 96) * 150
     wobble = lambda x: x * noise.uniform(0.97, 1.03)  # noqa: E731
     return {
         "01": wobble(6 + rows / 400),
         "03": wobble(9 + tokens / 450),
-        "04": wobble(14 + samples * 150 * 4 / 1900),
+        "04": wobble(14 + samples * 150 * 3 / 1900),
         "05": wobble(11),
         "06": wobble(300),
         "load": wobble(28),
@@ -274,8 +274,8 @@ def test_ten_and_a_hundred_samples_predict_the_default_run(tmp_path, seed):
         t, val = law(samples, noise), round(samples * 0.04)
         made = HandMade(settings(tmp_path / f"smollm2-{samples}", samples=str(samples)))
         answer = 100 + noise.randint(-2, 2)
-        made.prepare(samples, val, 120, seconds=t["01"])
-        made.extract(samples, val, 120, answer=answer, seconds=t["03"], load=t["load"])
+        made.prepare(samples, val, 96, seconds=t["01"])
+        made.extract(samples, val, 96, answer=answer, seconds=t["03"], load=t["load"])
         record = json.loads((made.run.hidden / "stage.json").read_text())
         record["rates"] = {"tokens_per_s": t["extract_rate"]}
         (made.run.hidden / "stage.json").write_text(json.dumps(record))
@@ -287,8 +287,8 @@ def test_ten_and_a_hundred_samples_predict_the_default_run(tmp_path, seed):
     total = sum(actual[k] for k in ("01", "03", "04", "05", "06", "load"))
     assert plan["hours"]["low"] * 3600 < total < plan["hours"]["high"] * 3600
     assert plan["hours"]["value"] * 3600 == pytest.approx(total, rel=0.25)
-    tokens = (1993 + 83 + 120) * 150
-    assert plan["bytes"]["states"] == pytest.approx((tokens - 2196 * 34) * 4608 + 2196 * 34 * 3456, rel=0.05)
+    tokens = (1993 + 83 + 96) * 150
+    assert plan["bytes"]["states"] == pytest.approx((tokens - 2172 * 34) * 4608 + 2172 * 34 * 3456, rel=0.05)
     assert plan["learned_from"] == ["smollm2-10", "smollm2-100"]
 
 
@@ -325,7 +325,7 @@ def test_what_is_done_costs_what_it_cost_and_is_not_left_to_do(tmp_path):
     (made.run.train / "metrics.jsonl").write_text('{"step": 1, "split": "train", "tokens_per_s": 500}\n{"ste')
     plan = planning.make_plan(made.stage)
     assert plan["seconds"]["04"]["origin"] == "this run so far"
-    assert plan["seconds"]["04"]["value"] == pytest.approx(10 * 16 / 17 * 150 * 4 / 500, rel=0.01)
+    assert plan["seconds"]["04"]["value"] == pytest.approx(10 * 16 / 17 * 150 * 3 / 500, rel=0.01)
     assert 0 < plan["remaining"]["share"]["04"] < 1
 
 

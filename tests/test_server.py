@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -155,7 +154,7 @@ def test_an_orphan_is_stopped_and_its_staging_emptied(bed):
     (bed.run.path / "staging").mkdir()
     process = orphan(bed, owner_alive=False)
     assert server.stop_orphans(bed.run) == 1
-    assert process.wait(timeout=30) == -signal.SIGTERM
+    assert not server.group_members(process.pid)
     assert not leftovers(bed) and not (bed.run.path / "staging").exists()
 
 
