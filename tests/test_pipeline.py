@@ -98,7 +98,8 @@ def test_a_failing_stage_ends_the_run_with_its_status(stub, stage, status):
     done = stub.run(STUB_FAIL=stage, STUB_STATUS=str(status))
     assert done.returncode == status
     assert stub.stages()[-1] == stage[:2]
-    assert f"status {status}" in done.stderr
+    said = "refused these settings: status 2" if status == 2 else f"failed with status {status}"
+    assert said in done.stderr
     assert stub.calls()[-1] == "-m eagle3.report --quiet"  # a failed run has a report too
 
 
@@ -112,7 +113,7 @@ def test_a_signal_reaches_the_running_stage_and_sets_the_status(stub, signum):
     began = time.time()
     process.send_signal(signum)
     assert process.wait(timeout=120) == 128 + signum
-    assert time.time() - began < 60
+    assert time.time() - began < 10
     assert not os.path.exists(f"/proc/{pid_file.read_text().strip()}")
     assert stub.stages() == ["01", "03", "04"]
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -150,11 +151,13 @@ def orphan(bed, owner_alive: bool):
     return process
 
 
-def test_an_orphan_is_stopped_and_its_staging_emptied(bed):
+def test_an_orphan_is_stopped_and_its_staging_emptied(bed, monkeypatch):
     (bed.run.path / "staging").mkdir()
     process = orphan(bed, owner_alive=False)
+    sent, killpg = [], os.killpg
+    monkeypatch.setattr(server.os, "killpg", lambda *what: (sent.append(what), killpg(*what)))
     assert server.stop_orphans(bed.run) == 1
-    assert not server.group_members(process.pid)
+    assert sent == [(process.pid, signal.SIGTERM)] and not server.group_members(process.pid)
     assert not leftovers(bed) and not (bed.run.path / "staging").exists()
 
 
