@@ -227,7 +227,7 @@ def count_lines(path: Path) -> int:
 
 def estimate(stage: Stage, plan: Plan, store, verifier) -> tuple[int, int]:
     """Bytes that the missing rows will take: (expected, at most)."""
-    from eagle3.store import sample_bytes
+    from eagle3.sizes import sample_bytes
 
     longest = stage.recipe.answers.max_tokens
     own = [s.finals for s in store.samples[-2000:]]
@@ -280,7 +280,7 @@ def extract(stage: Stage, record: StageRecord, verifier) -> str:
         bad = damaged_shards(store)
         for why in bad.values():
             log.warning("%s: its rows are taken again", why)
-        store.drop(list(bad))
+        store.delete(list(bad))
     if store.shards and [store.dtype, store.layers] != [stage.recipe.states.dtype, verifier.served_layers]:
         raise ConfigError(f"{folder} holds {store.dtype} states of layers {store.layers}: use --force")
     if stage.args.round:
@@ -312,7 +312,7 @@ def drop_other_rounds(stage: Stage, store) -> None:
     ]
     if old:
         log.info("round %d of %d: %d shards of other rounds are deleted", k, n, len(old))
-        store.drop(old)
+        store.delete(old)
 
 
 def finish(stage: Stage, record: StageRecord, plan: Plan, work: Work) -> str:

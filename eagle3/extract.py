@@ -24,7 +24,8 @@ import numpy as np
 import xxhash
 
 from eagle3.contract import StageError
-from eagle3.store import CHUNK_BYTES, StoreWriter, disk_full, input_digest, pread_into
+from eagle3.store import CHUNK_BYTES, input_digest, pread_into
+from eagle3.store_writer import StoreWriter, disk_full
 from eagle3.tensorfile import Stored, read_header
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from eagle3.extract import (
     empty_staging,
     row_of,
 )
-from eagle3.store import StoreWriter, sample_bytes
+from eagle3.sizes import sample_bytes
+from eagle3.store_writer import StoreWriter
 
 log = logging.getLogger("eagle3")
 

@@ -12,7 +12,6 @@ import ast
 import json
 import os
 import shutil
-import struct
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +21,7 @@ from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError
 from eagle3.learned import read_dict
 from eagle3.server import port_busy, staging_dir
 from eagle3.sizes import GB
+from eagle3.tensorfile import WrongSize, read_header
 
 # Container runtimes give 64 MB unless told; NCCL's shared-memory transport wants room per pair of ranks.
 SHM_FOR_NCCL = GB
@@ -160,17 +160,13 @@ def check_verifier_files(path: Path) -> list[str]:
 
 def whole(file: Path) -> str | None:
     """What is wrong with a safetensors file, from its header and its size; None if nothing."""
-    have = file.stat().st_size
-    with open(file, "rb") as f:
-        head = f.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        header = f.read(length) if 0 < length <= have else b""
     try:
-        ends = [v["data_offsets"][1] for k, v in json.loads(header).items() if k != "__metadata__"]
-    except (ValueError, KeyError, TypeError):
+        read_header(file)
+    except WrongSize as err:
+        return f"{err.wanted} bytes needed, {err.found} found"
+    except ValueError:
         return "no safetensors header found"
-    want = 8 + length + max(ends, default=0)
-    return None if have == want else f"{want} bytes needed, {have} found"
+    return None
 
 
 def check_space(stage, stages: list[str], plan: dict | None) -> list[str]:

@@ -284,16 +284,12 @@ def _row(store: Store, info: SampleInfo, k: int, last: bool) -> torch.Tensor:
     """Final state k, or the last auxiliary state at the same position, as float32 [H]."""
     import torch
 
-    kind = torch.bfloat16 if store.dtype == "bf16" else torch.float8_e4m3fn
-    shape, scales = (
-        ((1, store.hidden_size), (1,))
-        if last
-        else ((1, store.num_aux, store.hidden_size), (1, store.num_aux))
-    )
-    x, scale = torch.empty(shape, dtype=kind), torch.empty(scales) if store.dtype == "fp8" else None
+    layers = 1 if last else store.num_aux
+    x = torch.empty(1, layers, store.hidden_size, dtype=store.torch_dtype)
+    scale = torch.empty(1, layers) if store.dtype == "fp8" else None
     if last:
         store.read_raw(info, final_out=x, final_scale_out=scale, final_first=k)
     else:
         store.read_raw(info, aux_out=x, aux_scale_out=scale, aux_first=info.prompt - 1 + k)
-    x = widen(x, scale) if scale is not None else x
-    return (x[0] if last else x[0, -1]).float()
+    x = x if scale is None else widen(x, scale)
+    return x[0, -1].float()

@@ -20,6 +20,12 @@ def state_bytes(hidden: int, aux: int, dtype: str) -> tuple[int, int]:
     return aux * (hidden * size + scale), hidden * size + scale
 
 
+def sample_bytes(tokens: float, prompt: float, aux: int, hidden: int, dtype: str) -> float:
+    """Bytes of one sample in a shard: its states, `tokens` int32 ids, prompt length and two offsets."""
+    per_aux, per_final = state_bytes(hidden, aux, dtype)
+    return (tokens - 1) * per_aux + (tokens - prompt) * per_final + 4 * tokens + 20
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Parameters of a draft by part: fc, layers, norms are trained; embedding, head are the verifier's."""
@@ -163,15 +169,12 @@ def disk_bytes(
     Args:
         kept, prompt, answer: by split: rows in the store, prompt and answer tokens of a row.
     """
-    aux, final = state_bytes(verifier.hidden_size, len(verifier.layers), recipe.states.dtype)
-    states = sum(
-        rows * ((prompt[s] + answer[s] - 1) * aux + answer[s] * final + 4 * (prompt[s] + answer[s]) + 20)
-        for s, rows in kept.items()
-    )
+    shape = (len(verifier.layers), verifier.hidden_size, recipe.states.dtype)
+    states = sum(rows * sample_bytes(prompt[s] + answer[s], prompt[s], *shape) for s, rows in kept.items())
     p = parameters(recipe, verifier.hidden_size, verifier.vocab_size)
     trained = p.body + (p.head if recipe.draft.train_head else 0)
     return {
-        "per_token": aux + final,
+        "per_token": sum(state_bytes(verifier.hidden_size, len(verifier.layers), recipe.states.dtype)),
         "states": round(states),
         # The newest two and the best: fp32 weights and two Adam moments each.
         "checkpoints": 3 * 12 * trained,

@@ -15,22 +15,20 @@ last token was never an input. Shard `shard-<part>-NNNNN.safetensors` holds N sa
 A checksum is xxh3_64 of ids | aux | aux_scale | final | final_scale. `manifest-<part>.jsonl` has a line per
 sealed shard, appended after the shard got its name: a shard without a line was never finished, a line without
 its whole shard is damage. Rows left out on purpose stand in the manifest too; a rerun does not redo them.
+Here it is read; eagle3/store_writer.py writes it.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import re
-import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +36,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from eagle3.contract import SPLITS, StageError, fsync_dir, read_jsonl, write_text
+from eagle3.contract import SPLITS, StageError, read_jsonl, write_text
 from eagle3.tensorfile import Stored, read_header
 
 if TYPE_CHECKING:
@@ -48,18 +46,10 @@ log = logging.getLogger("eagle3")
 
 FORMAT = "eagle3-states-1"
 SHARD_NAME = re.compile(r"shard-(\d+of\d+)-(\d{5,})\.safetensors")
-# Room for the header of a shard, written last. 128 KiB hold about 1,200 samples; a shard that runs out is
-# sealed.
-HEADER_ROOM = 128 * 1024
-BASE = 8 + HEADER_ROOM
 DTYPES = {"bf16": ("BF16", 2), "fp8": ("F8_E4M3", 1)}
 FP8_MAX = 448.0
 # Bytes moved at once: small enough to stay in a core's cache between reading, checking and writing.
 CHUNK_BYTES = 8 << 20
-
-
-class DiskFull(StageError):
-    """The disk (or the reserve on it) is reached: nothing is lost but the open shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,6 @@ class Shard:
 
     name: str
     bytes: int
-    part: str
     samples: list[SampleInfo]
     proof: dict | None = None
 
@@ -119,13 +108,6 @@ def input_digest(prompt_ids: list[int], response_ids: list[int] | None) -> str:
         digest.update(b"|")
         digest.update(np.asarray(response_ids, dtype="<i4").tobytes())
     return digest.hexdigest()
-
-
-def sample_bytes(tokens: int, prompt: int, aux: int, hidden: int, dtype: str) -> int:
-    """Bytes of one sample in a shard: `tokens` ids, `aux` auxiliary layers of `hidden` values."""
-    states, finals, width = tokens - 1, tokens - prompt, DTYPES[dtype][1]
-    scales = 4 * (states * aux + finals) if dtype == "fp8" else 0
-    return 4 * tokens + width * hidden * (states * aux + finals) + scales + 20
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,35 +163,7 @@ def pread_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         done += got
 
 
-def pwrite_all(fd: int, data, offset: int, path: Path) -> None:
-    """Write a whole buffer at an offset.
-
-    Raises:
-        DiskFull: no space, naming folder and free bytes.
-    """
-    view, done = raw(data), 0
-    try:
-        while done < len(view):
-            done += os.pwrite(fd, view[done:], offset + done)
-    except OSError as err:
-        if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(path.parent, len(view) - done) from None
-        raise
-
-
-def disk_full(folder: Path, needed: int, reserve: int = 0) -> DiskFull:
-    """The message every full disk gets: folder, needed, free and reserved bytes."""
-    free = shutil.disk_usage(folder).free
-    kept = f", {reserve} of them kept free (DISK_RESERVE_GB)" if reserve else ""
-    return DiskFull(
-        f"no space in {folder}: {needed} bytes needed, {free} free{kept}; free some and run it again"
-    )
-
-
 REPAIR_HINT = "run 03_extract_hidden.py: it drops what is broken and redoes just these rows"
-
-
-# --- reading ------------------------------------------------------------------------------------------------
 
 
 class _Files:
@@ -228,7 +182,8 @@ class _Files:
                 entry = self._open[path] = [os.open(path, os.O_RDONLY), 0]
             self._open.move_to_end(path)
             entry[1] += 1
-            for old in [p for p, e in self._open.items() if e[1] == 0][: len(self._open) - self._limit]:
+            idle = [p for p, (_, users) in self._open.items() if not users]
+            for old in idle[: max(0, len(self._open) - self._limit)]:
                 os.close(self._open.pop(old)[0])
         try:
             yield entry[0]
@@ -244,7 +199,7 @@ class _Files:
 
     def close(self) -> None:
         with self._lock:
-            for path in [p for p, e in self._open.items() if e[1] == 0]:
+            for path in [p for p, (_, users) in self._open.items() if not users]:
                 os.close(self._open.pop(path)[0])
 
 
@@ -270,7 +225,7 @@ class Store:
 
     Attributes:
         folder: 03_hidden.
-        shards: by name.
+        shards: by name. tensors: what each holds, and where.
         samples: every sample, in the order of the manifests.
         dropped: rows left out on purpose: id -> {"id", "split", "domain", "reason", "input", ...}.
         dtype, layers, hidden_size: "bf16" or "fp8"; the auxiliary layer ids and the final one; values per
@@ -284,8 +239,8 @@ class Store:
         self.dtype: str | None = None
         self.layers: list[int] = []
         self.hidden_size = 0
+        self.tensors: dict[str, dict[str, Stored]] = {}
         self._files = _Files()
-        self._tensors: dict[str, dict[str, Stored]] = {}  # by shard
 
     @classmethod
     def open(cls, folder: Path) -> Store:
@@ -308,15 +263,12 @@ class Store:
         """As `open`, but broken shards are returned (name -> what is wrong) and left out of the store."""
         store, problems = cls(folder), {}
         for manifest in sorted(store.folder.glob("manifest-*.jsonl")):
-            _cut_torn_line(manifest, dry=True)
-            part = manifest.stem.removeprefix("manifest-")
             for line in _lines(manifest):
                 store.dropped.update((row["id"], row) for row in line.get("dropped", []))
                 if "shard" not in line:
                     continue
-                shard = _shard(line, part)
-                why = store._problem(shard, line)
-                if why:
+                shard = _shard(line)
+                if why := store._problem(shard):
                     problems[shard.name] = why
                 else:
                     store.shards[shard.name] = shard
@@ -331,7 +283,20 @@ class Store:
             seen |= ids
         return store, problems
 
-    def _problem(self, shard: Shard, line: dict) -> str | None:
+    @classmethod
+    def of_shard(cls, folder: Path, line: dict) -> tuple[Store, Shard]:
+        """A store of one shard that no manifest lists yet; `line` is what its manifest will say.
+
+        Raises:
+            StageError: the file is not what the line says.
+        """
+        store, shard = cls(folder), _shard(line)
+        if why := store._problem(shard):
+            raise StageError(f"{store.folder / shard.name} {why}")
+        store.shards[shard.name] = shard
+        return store, shard
+
+    def _problem(self, shard: Shard) -> str | None:
         """What is wrong with a listed shard, or None."""
         path = self.folder / shard.name
         try:
@@ -355,7 +320,7 @@ class Store:
             return (
                 f"is foreign: {kind} is not the {(self.dtype, self.layers, self.hidden_size)} of the others"
             )
-        self._tensors[shard.name] = tensors
+        self.tensors[shard.name] = tensors
         return None
 
     @property
@@ -366,6 +331,13 @@ class Store:
     def num_aux(self) -> int:
         """A: auxiliary layers."""
         return len(self.layers) - 1
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype in which states lie in the shards."""
+        import torch
+
+        return torch.float8_e4m3fn if self.dtype == "fp8" else torch.bfloat16
 
     @property
     def bytes(self) -> int:
@@ -382,7 +354,7 @@ class Store:
 
     def _where(self, info: SampleInfo) -> dict[str, tuple[int, int]]:
         """First byte and length of every tensor of a sample."""
-        tensors = self._tensors[info.shard]
+        tensors = self.tensors[info.shard]
         rows = {
             "token_ids": (info.start + info.index, info.tokens),
             "aux": (info.start, info.states),
@@ -466,9 +438,8 @@ class Store:
 
         if verify:
             self.verify(info)
-        kind = torch.bfloat16 if self.dtype == "bf16" else torch.float8_e4m3fn
-        aux = torch.empty(info.states, self.num_aux, self.hidden_size, dtype=kind)
-        final = torch.empty(info.finals, self.hidden_size, dtype=kind)
+        aux = torch.empty(info.states, self.num_aux, self.hidden_size, dtype=self.torch_dtype)
+        final = torch.empty(info.finals, self.hidden_size, dtype=self.torch_dtype)
         if self.dtype == "fp8":
             aux_scale, final_scale = torch.empty(aux.shape[:2]), torch.empty(info.finals)
             self.read_raw(info, aux, aux_scale, final, final_scale)
@@ -501,7 +472,7 @@ class Store:
                 "03_extract_hidden.py --check --deep lists all such shards, --deep alone redoes their rows"
             )
 
-    def drop(self, names: list[str]) -> None:
+    def delete(self, names: list[str]) -> None:
         """Delete shards: first their manifest lines, durably, then the files. Dropped rows stay noted."""
         names = set(names)
         for manifest in sorted(self.folder.glob("manifest-*.jsonl")):
@@ -519,10 +490,7 @@ class Store:
             self._files.forget(self.folder / name)
             (self.folder / name).unlink(missing_ok=True)
             self.shards.pop(name, None)
-            self._tensors.pop(name, None)
-
-    # The name under which issue 4 asks for it.
-    delete = drop
+            self.tensors.pop(name, None)
 
     def close(self) -> None:
         self._files.close()
@@ -543,7 +511,7 @@ def reconcile(folder: Path, part: str) -> tuple[Store, dict[str, str]]:
     for manifest in folder.glob("manifest-*.jsonl"):
         _cut_torn_line(manifest)
     store, problems = Store.scan(folder)
-    store.drop(list(problems))
+    store.delete(list(problems))
     for path in sorted(folder.glob("shard-*.safetensors")):
         match = SHARD_NAME.fullmatch(path.name)
         if path.name in store.shards or path.name in problems:
@@ -556,11 +524,10 @@ def reconcile(folder: Path, part: str) -> tuple[Store, dict[str, str]]:
     return store, problems
 
 
-def _cut_torn_line(manifest: Path, dry: bool = False) -> None:
+def _cut_torn_line(manifest: Path) -> None:
     """Remove a last line that a kill cut short (its shard was not sealed yet)."""
-    with open(manifest, "rb") as f:
-        data = f.read()
-    if data and not data.endswith(b"\n") and not dry:
+    data = manifest.read_bytes()
+    if not data.endswith(b"\n"):
         os.truncate(manifest, data.rfind(b"\n") + 1)
 
 
@@ -574,7 +541,7 @@ def _lines(manifest: Path) -> Iterator[dict]:
         yield json.loads(line)
 
 
-def _shard(line: dict, part: str) -> Shard:
+def _shard(line: dict) -> Shard:
     """A manifest line as objects, with the place of each sample in its shard."""
     samples, start, final_start = [], 0, 0
     for index, s in enumerate(line["samples"]):
@@ -584,414 +551,4 @@ def _shard(line: dict, part: str) -> Shard:
         )  # fmt: skip
         samples.append(info)
         start, final_start = start + info.states, final_start + info.finals
-    return Shard(line["shard"], line["bytes"], part, samples, line.get("proof"))
-
-
-# --- writing ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Open:
-    """A shard that is being filled: auxiliary states go to its temporary file, the rest waits in memory."""
-
-    name: str
-    tmp: Path
-    fd: int
-    slots: list[Slot] = field(default_factory=list)
-    states: int = 0
-    bytes: int = 0
-    header: int = 2048
-    pending: int = 0
-    full: bool = False
-
-
-class Slot:
-    """Place of one sample in the open shard; filled chunk by chunk, then committed or aborted."""
-
-    def __init__(self, writer: StoreWriter, shard: _Open, token_ids: list[int], prompt: int):
-        self.writer, self.shard, self.prompt = writer, shard, prompt
-        self.ids = np.asarray(token_ids, dtype="<i4")
-        self.start, self.states, self.written = shard.states, len(token_ids) - 1, 0
-        self.entry: dict | None = None
-        self.aux_scale: list = []
-        self.final: list = []
-        self.final_scale: list = []
-        self._digest = xxhash.xxh3_64(raw(self.ids))
-
-    def write(self, chunk: torch.Tensor) -> None:
-        """Append states.
-
-        Args:
-            chunk: bf16 [t, A + 1, H], auxiliary layers first, the final state last.
-        """
-        writer, first = self.writer, max(0, self.prompt - 1 - self.written)
-        if writer.dtype == "fp8":
-            chunk, scale = quantize(chunk)
-            self.aux_scale.append(scale[:, :-1].contiguous())
-            self.final_scale.append(scale[first:, -1].contiguous())
-        aux = raw(chunk[:, :-1].contiguous())
-        self._digest.update(aux)
-        at = BASE + (self.start + self.written) * writer.state_bytes
-        pwrite_all(self.shard.fd, aux, at, self.shard.tmp)
-        if first < len(chunk):
-            # A copy: the caller's buffer is used again.
-            self.final.append(chunk[first:, -1].clone(memory_format=_contiguous()))
-        self.written += len(chunk)
-
-    def commit(self, *, id: str, split: str, domain: str, source: str, input: str, flags=()) -> str:
-        """The sample is whole; returns its checksum."""
-        if self.written != self.states:
-            raise ValueError(f"{id}: {self.written} states written, {self.states} announced")
-        for part in (*self.aux_scale, *self.final, *self.final_scale):
-            self._digest.update(raw(part))
-        entry = {"id": id, "split": split, "domain": domain, "source": source, "tokens": len(self.ids)}
-        entry |= {
-            "prompt": self.prompt,
-            "checksum": self._digest.hexdigest(),
-            "input": input,
-            "flags": list(flags),
-        }
-        self.writer._settle(self, entry)
-        return entry["checksum"]
-
-    def abort(self) -> None:
-        """The sample is not to be stored; its place is closed up before the shard is sealed."""
-        self.aux_scale, self.final, self.final_scale = [], [], []
-        self.writer._settle(self, None)
-
-
-def _contiguous():
-    import torch
-
-    return torch.contiguous_format
-
-
-class StoreWriter:
-    """Appends samples to shards of one part; sealing runs in the background. `begin` and slots are
-    thread-safe.
-
-    Args:
-        folder: 03_hidden.
-        part: "1of1", or "2of4" for the second of four machines.
-        layers: auxiliary layer ids and the final one.
-        hidden: values per state.
-        dtype: "bf16" or "fp8".
-        shard_bytes: a shard is sealed before it grows beyond this (a longer sample gets a shard of its own).
-        reserve: bytes of the disk that stay free.
-        prove: called with (store of the one sealed shard, its Shard) before its manifest line is written;
-            returns what to note about it; a StageError from it removes the shard.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        part: str,
-        layers: list[int],
-        hidden: int,
-        dtype: str = "bf16",
-        shard_bytes: int = 1_000_000_000,
-        reserve: int = 0,
-        prove: Callable[[Store, Shard], dict | None] | None = None,
-    ):
-        self.folder, self.part, self.layers, self.hidden = Path(folder), part, list(layers), hidden
-        self.dtype, self.shard_bytes, self.reserve, self.prove = dtype, shard_bytes, reserve, prove
-        self.state_bytes = (len(layers) - 1) * hidden * DTYPES[dtype][1]
-        self.manifest = self.folder / f"manifest-{part}.jsonl"
-        self.sealed_bytes = self.sealed_samples = 0
-        taken = [SHARD_NAME.fullmatch(p.name) for p in self.folder.glob(f"shard-{part}-*.safetensors")]
-        self._next = 1 + max((int(m[2]) for m in taken if m), default=-1)
-        self._lock = threading.RLock()
-        self._open: _Open | None = None
-        self._dropped: list[dict] = []
-        # Two at once: one waits for the disk while the other is read back. More would only hold memory.
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="seal")
-        self._room = threading.Semaphore(3)
-        self._waiting = self._pending = 0
-        self._sealing: list[Future] = []
-
-    def begin(self, token_ids: list[int], prompt: int) -> Slot:
-        """Take a place for a sample of len(token_ids) - 1 states; may wait for shards that are being sealed.
-
-        Raises:
-            DiskFull: the sample would reach into the reserve.
-            StageError: an earlier shard could not be sealed.
-        """
-        if not 1 <= prompt <= len(token_ids) - 1:
-            raise ValueError(f"a sample of {len(token_ids)} tokens can't have a prompt of {prompt}")
-        self._raise_failed()
-        size = sample_bytes(len(token_ids), prompt, len(self.layers) - 1, self.hidden, self.dtype)
-        # Final states wait in memory until their shard is sealed; the disk must hold them too.
-        needed = size + self._waiting + HEADER_ROOM
-        if shutil.disk_usage(self.folder).free < needed + self.reserve:
-            raise disk_full(self.folder, needed, self.reserve)
-        while True:
-            with self._lock:
-                if self._open and not self._fits(self._open, size):
-                    self._close_open()
-                if self._open is None and self._room.acquire(blocking=False):
-                    self._open = self._new_shard()
-                if self._open:
-                    return self._take(self._open, token_ids, prompt, size)
-            # Three shards are being sealed already: the disk is the limit, wait for it without the lock.
-            self._room.acquire()
-            self._room.release()
-            self._raise_failed()
-
-    def add(self, states: torch.Tensor, token_ids: list[int], prompt: int, **entry) -> str:
-        """Store one sample that lies in memory: states bf16 [T, A + 1, H]; `entry` as for Slot.commit."""
-        slot = self.begin(token_ids, prompt)
-        step = max(1, CHUNK_BYTES // (states.shape[1] * self.hidden * 2))
-        try:
-            for at in range(0, len(states), step):
-                slot.write(states[at : at + step])
-        except BaseException:
-            slot.abort()
-            raise
-        return slot.commit(**entry)
-
-    def drop(self, entry: dict) -> None:
-        """Note a row that is left out on purpose; durable with the next sealed shard or close."""
-        with self._lock:
-            self._dropped.append(entry)
-
-    @property
-    def pending(self) -> int:
-        """Samples begun and neither committed nor aborted."""
-        with self._lock:
-            return self._pending
-
-    def next_shard(self) -> None:
-        """Let later samples begin another shard."""
-        with self._lock:
-            if self._open:
-                self._close_open()
-
-    def seal(self) -> None:
-        """Seal the open shard (when its last sample is settled) and wait until every shard is on disk."""
-        self.next_shard()
-        for future in list(self._sealing):
-            future.result()
-        self._sealing.clear()
-        with self._lock:
-            if self._dropped:
-                self._append({"dropped": self._dropped})
-                self._dropped = []
-
-    def close(self, discard: bool = False) -> None:
-        """Finish: seal what is open, or throw the open shard away.
-
-        Args:
-            discard: drop the open shard instead (its rows are taken again by the next run).
-        """
-        try:
-            if discard:
-                with self._lock:
-                    shard, self._open = self._open, None
-                    if shard:
-                        shard.full = False
-                        os.close(shard.fd)
-                        shard.tmp.unlink(missing_ok=True)
-                        self._room.release()
-            self.seal()
-        finally:
-            self._pool.shutdown(wait=True)
-            for tmp in self.folder.glob(f".shard-{self.part}-*.{os.getpid()}.tmp"):
-                tmp.unlink(missing_ok=True)
-
-    # -- inside
-
-    def _raise_failed(self) -> None:
-        for future in list(self._sealing):
-            if future.done():
-                self._sealing.remove(future)
-                future.result()
-
-    def _fits(self, shard: _Open, size: int) -> bool:
-        if not shard.slots:
-            return True
-        return shard.bytes + size <= self.shard_bytes - BASE and shard.header < HEADER_ROOM - 16_384
-
-    def _take(self, shard: _Open, token_ids: list[int], prompt: int, size: int) -> Slot:
-        slot = Slot(self, shard, token_ids, prompt)
-        shard.slots.append(slot)
-        shard.states += slot.states
-        shard.bytes += size
-        self._waiting += size - slot.states * self.state_bytes
-        # Until the entry is known, room for an ordinary one; _settle corrects it.
-        shard.header += 400
-        shard.pending += 1
-        self._pending += 1
-        return slot
-
-    def _new_shard(self) -> _Open:
-        name = f"shard-{self.part}-{self._next:05d}.safetensors"
-        self._next += 1
-        tmp = self.folder / f".{name}.{os.getpid()}.tmp"
-        return _Open(name, tmp, os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
-
-    def _close_open(self) -> None:
-        shard, self._open = self._open, None
-        shard.full = True
-        if shard.pending == 0:
-            self._sealing.append(self._pool.submit(self._finish, shard))
-
-    def _settle(self, slot: Slot, entry: dict | None) -> None:
-        with self._lock:
-            shard = slot.shard
-            slot.entry = entry
-            shard.pending -= 1
-            self._pending -= 1
-            shard.header -= 400
-            if entry:
-                # Strings are escaped twice: JSON lists inside the header's JSON.
-                texts = (entry["id"], entry["split"], entry["domain"], entry["source"], entry["checksum"])
-                shard.header += sum(
-                    len(json.dumps(json.dumps(t, ensure_ascii=False)).encode()) + 4 for t in texts
-                )
-            if shard.full and shard.pending == 0:
-                self._sealing.append(self._pool.submit(self._finish, shard))
-
-    def _finish(self, shard: _Open) -> None:
-        """Write the small tensors and the header, sync, read back, rename, prove, list."""
-        path = self.folder / shard.name
-        try:
-            slots = self._compact(shard)
-            if not slots:
-                return
-            self._write_rest(shard, slots)
-            os.fsync(shard.fd)
-            size = os.fstat(shard.fd).st_size
-            line = {"shard": shard.name, "bytes": size, "samples": [s.entry for s in slots]}
-            slots.clear()
-            shard.slots.clear()
-            self._read_back(shard.tmp, line)
-            os.replace(shard.tmp, path)
-            fsync_dir(self.folder)
-            if self.prove:
-                self._prove(path, line)
-            with self._lock:
-                if self._dropped:
-                    line["dropped"], self._dropped = self._dropped, []
-                self._append(line)
-                self.sealed_bytes += size
-                self.sealed_samples += len(line["samples"])
-        finally:
-            os.close(shard.fd)
-            shard.tmp.unlink(missing_ok=True)
-            with self._lock:
-                self._waiting -= shard.bytes - shard.states * self.state_bytes
-            self._room.release()
-
-    def _compact(self, shard: _Open) -> list[Slot]:
-        """Close the gaps that aborted samples left; returns the samples that stay."""
-        kept, at = [], 0
-        buffer = memoryview(bytearray(CHUNK_BYTES))
-        for slot in shard.slots:
-            if slot.entry is None:
-                continue
-            size = slot.states * self.state_bytes
-            source, target = BASE + slot.start * self.state_bytes, BASE + at * self.state_bytes
-            for offset in range(0, size if source != target else 0, CHUNK_BYTES):
-                view = buffer[: min(CHUNK_BYTES, size - offset)]
-                pread_into(shard.fd, view, source + offset, shard.tmp)
-                pwrite_all(shard.fd, view, target + offset, shard.tmp)
-            slot.start = at
-            at += slot.states
-            kept.append(slot)
-        os.ftruncate(shard.fd, BASE + at * self.state_bytes)
-        return kept
-
-    def _write_rest(self, shard: _Open, slots: list[Slot]) -> None:
-        kind = DTYPES[self.dtype][0]
-        states = np.array([s.states for s in slots])
-        finals = np.array([s.states - s.prompt + 1 for s in slots])
-        total, last, aux = int(states.sum()), int(finals.sum()), len(self.layers) - 1
-        tensors = {"aux": (kind, [total, aux, self.hidden], None)}
-        if self.dtype == "fp8":
-            tensors["aux_scale"] = ("F32", [total, aux], [x for s in slots for x in s.aux_scale])
-        tensors["final"] = (kind, [last, self.hidden], [x for s in slots for x in s.final])
-        if self.dtype == "fp8":
-            tensors["final_scale"] = ("F32", [last], [x for s in slots for x in s.final_scale])
-        for name, counts in (("offsets", states), ("final_offsets", finals)):
-            tensors[name] = (
-                "I64",
-                [len(slots) + 1],
-                [np.concatenate([[0], np.cumsum(counts)]).astype("<i8")],
-            )
-        tensors["token_ids"] = ("I32", [total + len(slots)], [s.ids for s in slots])
-        tensors["prompt_lens"] = ("I32", [len(slots)], [np.array([s.prompt for s in slots], dtype="<i4")])
-        metadata = {"format": FORMAT, "dtype": self.dtype, "layers": json.dumps(self.layers)}
-        for key in ("id", "split", "domain", "source", "checksum"):
-            metadata[f"{key}s"] = json.dumps([s.entry[key] for s in slots], ensure_ascii=False)
-        header, at = {"__metadata__": metadata}, 0
-        for name, (dtype, shape, parts) in tensors.items():
-            size = total * self.state_bytes if parts is None else 0
-            for part in parts or ():
-                pwrite_all(shard.fd, part, BASE + at + size, shard.tmp)
-                size += raw(part).nbytes
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-            at += size
-        text = json.dumps(header, ensure_ascii=False).encode()
-        if len(text) > HEADER_ROOM:
-            raise StageError(
-                f"{shard.name}: header of {len(text)} bytes; row ids or source names are too long"
-            )
-        pwrite_all(shard.fd, HEADER_ROOM.to_bytes(8, "little") + text.ljust(HEADER_ROOM), 0, shard.tmp)
-
-    def _read_back(self, tmp: Path, line: dict) -> None:
-        """Read the synced file as a reader will, sample by sample.
-
-        Raises:
-            StageError: a shape or checksum differs: the disk or memory of this machine is not to be trusted.
-        """
-        store, shard = self._alone(tmp.name, line)
-        tensors = store._tensors[tmp.name]
-        total, last = (sum(getattr(s, key) for s in shard.samples) for key in ("states", "finals"))
-        if (
-            tensors["aux"].shape != [total, len(self.layers) - 1, self.hidden]
-            or tensors["final"].shape[0] != last
-        ):
-            raise StageError(f"{tmp}: shapes read back differ from those written")
-        for info in shard.samples:
-            if store.checksum(info) != info.checksum:
-                raise StageError(
-                    f"{tmp}: row {info.id} does not read back as it was written: check disk and memory"
-                )
-        store.close()
-
-    def _alone(self, name: str, line: dict) -> tuple[Store, Shard]:
-        """A store of just one shard that no manifest lists yet."""
-        store, shard = Store(self.folder), _shard({**line, "shard": name}, self.part)
-        if why := store._problem(shard, line):
-            raise StageError(f"{self.folder / name} {why}")
-        store.shards[name] = shard
-        return store, shard
-
-    def _prove(self, path: Path, line: dict) -> None:
-        store, shard = self._alone(path.name, line)
-        try:
-            if proof := self.prove(store, shard):
-                line["proof"] = proof
-        except BaseException:
-            path.unlink()
-            raise
-        finally:
-            store.close()
-
-    def _append(self, line: dict) -> None:
-        """Append a manifest line durably; called with the lock held."""
-        fresh = not self.manifest.exists()
-        fd = os.open(self.manifest, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            pwrite = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-            while pwrite:
-                pwrite = pwrite[os.write(fd, pwrite) :]
-            os.fsync(fd)
-        except OSError as err:
-            if err.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise disk_full(self.folder, len(pwrite)) from None
-            raise
-        finally:
-            os.close(fd)
-        if fresh:
-            fsync_dir(self.folder)
+    return Shard(line["shard"], line["bytes"], samples, line.get("proof"))

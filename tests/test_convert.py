@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import toy_drafts
@@ -443,6 +444,22 @@ def test_damaged_file_is_named(tmp_path, plain):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(StageError, match="shorter than its header"):
         lazy.open_tensors(folder)
+
+
+def test_head_rows_come_from_a_file_that_holds_scalars_too(tmp_path):
+    """NVFP4 verifiers keep a scale without a dimension beside each weight."""
+    import torch
+    from safetensors.torch import save_file
+
+    head = torch.randn(16, 8).bfloat16()
+    save_file({"lm_head.weight": head, "x.input_scale": torch.tensor(0.5)}, tmp_path / "m.safetensors")
+    verifier = SimpleNamespace(
+        path=tmp_path,
+        tensor_names={"head": "lm_head.weight"},
+        weight_map={"lm_head.weight": "m.safetensors"},
+    )
+    rows = flat.verifier_rows(verifier, "head", torch.tensor([3, 9])).whole()
+    assert torch.equal(rows, head[[3, 9]])
 
 
 # --- the stage ----------------------------------------------------------------------------------------------

@@ -260,7 +260,8 @@ def test_stored_states_are_re_extracted(tmp_path, llama):
     """The check on the store passes on the verifier's own states and fails on those of the layer before."""
     import torch
 
-    from eagle3.store import Store, StoreWriter
+    from eagle3.store import Store
+    from eagle3.store_writer import StoreWriter
 
     verifier = open_toy(llama)
     ids = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from eagle3.contract import StageError
-from eagle3.store import DiskFull, Store, StoreWriter, quantize, reconcile, sample_bytes, widen
+from eagle3.sizes import sample_bytes
+from eagle3.store import Store, quantize, reconcile, widen
+from eagle3.store_writer import DiskFull, StoreWriter
 
 LAYERS, HIDDEN = [2, 4, 5, 8], 32
 

@@ -75,7 +75,7 @@ def write_store(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from eagle3.store import StoreWriter
+    from eagle3.store_writer import StoreWriter
 
     model = AutoModelForCausalLM.from_pretrained(verifier, dtype=torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
