@@ -19,13 +19,10 @@ import json
 import logging
 import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from eagle3 import chats, dedup, sources
 from eagle3.cli import Stage, run_stage, stage_parser
@@ -437,7 +434,10 @@ def rows_of(raw: sources.Record, chat, place: sources.Place, maker: RowMaker, ta
         if isinstance(chat, chats.BadRow):
             raise chat
         for made in maker.rows(chat, raw, place):
-            rows.append(made) if isinstance(made, dict) else tally.reject(made[0], raw.where, made[1])
+            if isinstance(made, dict):
+                rows.append(made)
+            else:
+                tally.reject(made[0], raw.where, made[1])
     except chats.BadRow as bad:
         tally.reject(raw.where, raw.where, bad)
     return rows

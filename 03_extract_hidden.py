@@ -18,18 +18,16 @@ with what it has; without it, or with a larger one, a rerun goes on.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle3.cli import Stage, run_stage, stage_parser
+from eagle3.cli import Stage, fraction, run_stage, stage_parser
 from eagle3.contract import SPLITS, ConfigError, StageError, read_json, write_text
 from eagle3.extract_run import ORDER, Work, budget_of, lines_at
 from eagle3.record import StageRecord, files_of
@@ -37,7 +35,7 @@ from eagle3.record import StageRecord, files_of
 log = logging.getLogger("eagle3")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     p = stage_parser("03", __doc__)
     p.add_argument("--endpoint", action="append", metavar="URL", help="a running server (repeatable)")
     p.add_argument("--mode", choices=["one-pass", "two-pass"], help="default: states.mode of the recipe")
@@ -48,14 +46,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-bytes", type=int, metavar="N", help="store at most so many bytes")
     p.add_argument("--deep", action="store_true", help="verify every stored checksum first")
     return p
-
-
-def fraction(text: str) -> tuple[int, int]:
-    """ "2/4" -> (2, 4)."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r}: write I/N with 1 <= I <= N")
-    return int(match[1]), int(match[2])
 
 
 def main(argv=None) -> int:

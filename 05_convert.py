@@ -56,7 +56,7 @@ def checkpoint_hash(checkpoint: Path) -> str:
         StageError: there is no whole checkpoint.
     """
     from eagle3.checkpoint import why_broken
-    from eagle3.flat import map_file
+    from eagle3.vocab import map_file
 
     if problem := why_broken(checkpoint):
         raise StageError(f"{checkpoint} is no whole checkpoint: it {problem}; run 04_train.py")
@@ -177,6 +177,7 @@ def serve_command(form: str, folder: str, verifier: str, tokens: int) -> str:
 def model_card(stage: Stage, draft, checkpoint: Path, parity: dict, form: str) -> str:
     """README.md of an exported folder: what it is, what it was made from, how it is served."""
     from eagle3.flat import FLAGS, sglang_needs
+    from eagle3.verifier import NO_HUB_ID
 
     recipe, run = stage.recipe, stage.run
     train, data = read_json(run.train / "stage.json") or {}, read_json(run.hidden / "stage.json") or {}
@@ -204,7 +205,7 @@ def model_card(stage: Stage, draft, checkpoint: Path, parity: dict, form: str) -
     if form == "sglang":
         lines += [f"- **Needs**: {need}." for need in sglang_needs(draft)]
     model = recipe.verifier.model
-    named = "VERIFIER" if model.startswith(("pip:", "script:", "/", ".", "~")) else model
+    named = "VERIFIER" if model.startswith(NO_HUB_ID) else model
     tokens = recipe.evaluate.num_speculative_tokens
     command = serve_command(form, f"{run.path.name}/05_export/{form}", named, tokens)
     return "\n".join([*lines, "", "```", command, "```", ""])
@@ -296,18 +297,18 @@ def foreign(command: str, argv: list[str]) -> int:
     args = foreign_parser(command).parse_args(argv)
     start_log(RunDir(Path(".")), "05", quiet=True)
     try:
-        from eagle3 import flat
+        from eagle3.foreign import import_draft
 
         verifier, draft = foreign_verifier(args), foreign_draft(args.draft)
         if command == "import":
-            meta = flat.import_draft(draft, Path(args.out), verifier, args.layers)
+            meta = import_draft(draft, Path(args.out), verifier, args.layers)
             log.info("%s form, layers %s -> %s", meta["imported"]["form"], meta["layer_ids"], args.out)
             log.info("start from it: python 04_train.py --set train.init_from=%s", args.out)
             return 0
         from eagle3.parity import gate, summary
 
         with tempfile.TemporaryDirectory() as tmp:
-            meta = flat.import_draft(draft, Path(tmp) / "draft", verifier, args.layers)
+            meta = import_draft(draft, Path(tmp) / "draft", verifier, args.layers)
             verifier.layers = meta["layer_ids"]
             for line in summary(gate(draft, Path(tmp) / "draft", verifier, None)):
                 log.info("%s", line)

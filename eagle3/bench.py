@@ -15,7 +15,8 @@ from pathlib import Path
 
 from eagle3.cli import Stage
 from eagle3.eval_report import Material, expected_at_one, with_draft_length
-from eagle3.measure import TOP_LOGPROBS, Ask, Pass, ask_all, ask_counted, balanced, looping
+from eagle3.looping import is_looping
+from eagle3.measure import TOP_LOGPROBS, Ask, Pass, ask_all, ask_counted, balanced
 from eagle3.progress import Progress
 from eagle3.server import Server, verifier_server
 from eagle3.verifier import Verifier
@@ -93,7 +94,7 @@ class Bench:
         ask = self.ask(0.0 if 0.0 in temperatures else temperatures[0], logprobs=TOP_LOGPROBS)
         with Progress(len(self.rows), "prompt", "asking without a draft") as progress:
             self.plain = ask_all(server, self.rows, ask, self.in_flight, progress.update)
-        loops = {a.id for a in self.plain.answers if looping(a.tokens)}
+        loops = {a.id for a in self.plain.answers if is_looping(a.tokens)}
         good = [row for row in self.rows if row["id"] not in loops]
         self.timed_rows = balanced(good or self.rows, self.stage.recipe.evaluate.timed_prompts)
 

@@ -81,8 +81,7 @@ class BadRow(Exception):
     Attributes:
         reason: one of few texts, counted in the summary.
         detail: what is particular to this row.
-        fault: whether the data are wrong; a row that is left out by choice (too long, a duplicate) is no
-        fault.
+        fault: whether the data are wrong; not so for a row left out by choice (too long, a duplicate).
     """
 
     def __init__(self, reason: str, detail: str = "", fault: bool = True):

@@ -1,11 +1,10 @@
-"""Checkpoints of 04: step-NNNNNN folders that are whole or do not count, and how training state becomes
-files.
+"""Checkpoints of 04: step-NNNNNN folders that are whole or do not count; training state as files.
 
     config.json         Eagle3SpeculatorConfig
     model.safetensors   trainable tensors, float32, speculators' names
-    state.pt            optimizer moments by tensor name, schedules, random state, position in the data, best
-    so far meta.json           step, epoch, identity, vocabulary and frozen tensors by fingerprint COMPLETE
-    written last: name -> bytes of the others
+    state.pt            optimizer moments by tensor name, schedules, random state, position, best so far
+    meta.json           step, epoch, identity, vocabulary and frozen tensors by fingerprint
+    COMPLETE            written last: name -> bytes of the others
 
 A folder is filled under a dotted name and renamed when whole. `best` is a relative link.
 """
@@ -16,7 +15,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,12 @@ FILES = ("config.json", "model.safetensors", "state.pt", "meta.json")
 
 def step_name(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def mark_complete(folder: Path, names: Iterable[str]) -> None:
+    """Write COMPLETE: the sizes of these files, by which `why_broken` tells that all is there."""
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    write_text(folder / "COMPLETE", json.dumps(sizes) + "\n")
 
 
 def why_broken(folder: Path) -> str | None:
@@ -95,8 +100,7 @@ class Checkpoints:
             if changed := differences(found, self.stamp):
                 raise ConfigError(
                     f"{path} does not belong to this run: {'; '.join(changed)}. Rerun 04_train.py with "
-                    "--force to train "
-                    "anew, or choose another RUN_DIR"
+                    "--force to train anew, or choose another RUN_DIR"
                 )
             return path
         return None
@@ -117,17 +121,16 @@ class Checkpoints:
             for name in FILES:
                 with open(tmp / name, "rb+") as f:
                     os.fsync(f.fileno())
-            sizes = {name: (tmp / name).stat().st_size for name in FILES}
-            write_text(tmp / "COMPLETE", json.dumps(sizes) + "\n")
+            mark_complete(tmp, FILES)
             if path.exists():  # the same step once more, e.g. now validated: a broken or older copy gives way
                 shutil.rmtree(path)
             os.replace(tmp, path)
             fsync_dir(self.folder)
         except OSError as err:
+            free = shutil.disk_usage(self.folder).free
             raise StageError(
-                f"could not write checkpoint {path}: {err.strerror}; {shutil.disk_usage(self.folder).free} "
-                "bytes free; the "
-                "one before it is kept"
+                f"could not write checkpoint {path}: {err.strerror}; {free} bytes free; the one before it is "
+                "kept"
             ) from None
         finally:
             shutil.rmtree(tmp, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3 import progress
@@ -60,18 +60,28 @@ def stage_parser(number: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def tool_parser(prog: str, doc: str) -> argparse.ArgumentParser:
+    """Parser of a command beside the stages, which takes its settings from the environment alone."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(run_dir=None, recipe=None, set=[], force=False, check=False)
+    return parser
+
+
+def fraction(text: str) -> tuple[int, int]:
+    """Type of an option: "2/4" -> (2, 4)."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: write K/N with 1 <= K <= N")
+    return int(match[1]), int(match[2])
+
+
 def load_stage(number: str, args: argparse.Namespace) -> Stage:
     """Resolve recipe, profile and run directory of a stage from options and environment."""
     from eagle3 import config
 
-    name = (
-        args.recipe
-        or os.environ.get("RECIPE")
-        or config.recorded_recipe(args.run_dir or os.environ.get("RUN_DIR"))
-        or config.DEFAULT_RECIPE
-    )
-    overrides = [*shlex.split(os.environ.get("RECIPE_SET", "")), *args.set]
-    recipe = config.load_recipe(name, overrides, os.environ.get("SAMPLES"))
+    recipe = config.effective_recipe(args.recipe, args.set, args.run_dir)
     return Stage(number, args, recipe, config.load_profile(), config.run_dir(recipe, args.run_dir))
 
 
@@ -86,8 +96,7 @@ def run_stage(parser: argparse.ArgumentParser, number: str, body: Callable[[Stag
     """
     args = parser.parse_args(argv)
     started, stage, status, code, error = time.time(), None, "failed", 1, None
-    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _interrupt)
+    catch_signals()
     try:
         stage = load_stage(number, args)
         first = os.environ.get("RANK", "0") == "0"  # of several training processes one keeps the books
@@ -127,11 +136,17 @@ def run_stage(parser: argparse.ArgumentParser, number: str, body: Callable[[Stag
     return code
 
 
-def _interrupt(signum, _frame):
-    # A second signal must not break the clean-up that the first one started.
-    for other in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)
-    raise Interrupted(signum)
+def catch_signals() -> None:
+    """HUP, INT and TERM raise Interrupted, once: a second one must not break the clean-up of the first."""
+    signals = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+    def interrupt(signum, _frame):
+        for other in signals:
+            signal.signal(other, signal.SIG_IGN)
+        raise Interrupted(signum)
+
+    for signum in signals:
+        signal.signal(signum, interrupt)
 
 
 def start_log(run: RunDir, number: str, quiet: bool = False) -> None:
@@ -148,7 +163,7 @@ def start_log(run: RunDir, number: str, quiet: bool = False) -> None:
     if quiet:
         return
     run.logs.mkdir(parents=True, exist_ok=True)
-    book = logging.FileHandler(Path(run.logs) / f"{number}.log", encoding="utf-8")
+    book = logging.FileHandler(run.logs / f"{number}.log", encoding="utf-8")
     book.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
     log.addHandler(book)
     trace.addHandler(book)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +18,7 @@ from dotenv import dotenv_values
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eagle3.contract import ROOT, ConfigError, RunDir
+from eagle3.setup import lists_gpu
 
 RECIPES = ROOT / "configs" / "recipes"
 PROFILES = ROOT / "configs" / "profiles"
@@ -342,11 +341,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def default_profile() -> str:
     """gpu-x1 where an NVIDIA GPU answers, else cpu-smoke."""
-    if shutil.which("nvidia-smi"):
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        if found.returncode == 0 and "GPU " in found.stdout:
-            return "gpu-x1"
-    return "cpu-smoke"
+    return "gpu-x1" if lists_gpu() else "cpu-smoke"
 
 
 def profile_values(name: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -407,11 +402,24 @@ def recorded_recipe(path: str | None) -> str | None:
     return first.removeprefix("# recipe: ").strip() or None
 
 
+def effective_recipe(given: str | None = None, overrides: list[str] = (), run: str | None = None) -> Recipe:
+    """The recipe in force: the given one, else $RECIPE, else the one a run directory was made with.
+
+    Args:
+        given: name or file. overrides: on top of $RECIPE_SET and $SAMPLES.
+        run: the run directory, else $RUN_DIR.
+    """
+    recorded = recorded_recipe(run or os.environ.get("RUN_DIR"))
+    name = given or os.environ.get("RECIPE") or recorded or DEFAULT_RECIPE
+    sets = [*shlex.split(os.environ.get("RECIPE_SET", "")), *overrides]
+    return load_recipe(name, sets, os.environ.get("SAMPLES"))
+
+
 def main(argv=None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv[:1] == ["get"] and len(argv) == 2:
-            value = settings_from_environment().model_dump(mode="json")
+            value = effective_recipe().model_dump(mode="json")
             for part in argv[1].split("."):
                 if not isinstance(value, dict) or part not in value:
                     raise ConfigError(f"no key {argv[1]!r} in the recipe")
@@ -425,10 +433,13 @@ def main(argv=None) -> int:
             for key, value in {**ours, **passed}.items():
                 print(f"{key}={shlex.quote(value)}")
         elif argv == ["run-dir"]:
-            print(run_dir(settings_from_environment()).path)
+            print(run_dir(effective_recipe()).path)
         elif argv[:1] == ["check"] and len(argv) > 1:
             for item in argv[1:]:
-                load_profile(item, export=False) if item.endswith(".env") else load_recipe(item)
+                if item.endswith(".env"):
+                    load_profile(item, export=False)
+                else:
+                    load_recipe(item)
                 print(f"{item}: ok")
         else:
             print(__doc__.strip(), file=sys.stderr)
@@ -437,12 +448,6 @@ def main(argv=None) -> int:
         print(f"eagle3.config: {err}", file=sys.stderr)
         return err.exit_code
     return 0
-
-
-def settings_from_environment() -> Recipe:
-    """The recipe that RECIPE, RECIPE_SET, SAMPLES and RUN_DIR name."""
-    name = os.environ.get("RECIPE") or recorded_recipe(os.environ.get("RUN_DIR")) or DEFAULT_RECIPE
-    return load_recipe(name, shlex.split(os.environ.get("RECIPE_SET", "")), os.environ.get("SAMPLES"))
 
 
 if __name__ == "__main__":

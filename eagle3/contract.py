@@ -137,6 +137,11 @@ def read_json(path: Path) -> Any:
         raise StageError(f"{path} is not valid JSON ({err}); delete it to redo its stage") from None
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path itself or the closest folder above it that is there (to ask for free space)."""
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
 def fsync_dir(path: Path) -> None:
     """Make a rename durable: the directory entry itself is synced."""
     fd = os.open(path, os.O_RDONLY)

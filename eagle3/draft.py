@@ -1,5 +1,4 @@
-"""The draft model: speculators' Eagle3DraftModel built from the recipe, filled from the verifier's own
-tensors.
+"""The draft model: speculators' Eagle3DraftModel built from the recipe, filled from the verifier's tensors.
 
 Speculators' own loader finds the verifier's tensors by name ending and fills gaps with guesses; here they
 come from eagle3.verifier, which finds them through the config or stops. Trainable weights are float32.
@@ -8,14 +7,18 @@ come from eagle3.verifier, which finds them through the config or stops. Trainab
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.contract import ConfigError, StageError
+from eagle3.flat import FLAGS
+from eagle3.verifier import NO_HUB_ID
 
 if TYPE_CHECKING:
     import torch
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from transformers import LlamaConfig
 
     from eagle3.config import Recipe
     from eagle3.verifier import Verifier
@@ -48,16 +51,13 @@ def draft_size(recipe: Recipe, verifier: Verifier) -> int:
 
 
 def rope_parameters(verifier: Verifier) -> dict:
-    """The verifier's rotary embedding whole: base, scaling, and the mscale pair that yarn's magnitude hangs
-    on.
+    """The verifier's rotary embedding whole: base, scaling, and the mscale pair that sets yarn's magnitude.
 
     Raises:
         ConfigError: the verifier's config has none.
     """
     rope = verifier.text.get("rope_parameters")
-    if (
-        rope and "full_attention" in rope
-    ):  # a verifier with one rope per layer type; the draft's layer is a full one
+    if rope and "full_attention" in rope:  # one rope per layer type; the draft's layer is a full one
         rope = rope["full_attention"]
     if not rope or "rope_theta" not in rope:
         raise ConfigError(
@@ -76,9 +76,6 @@ def build_config(recipe: Recipe, verifier: Verifier, attention: str = "sdpa") ->
         ConfigError: the verifier scales or caps its logits, which the training target does not reproduce.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from speculators import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
     draft, text = recipe.draft, verifier.text
@@ -122,21 +119,46 @@ def build_config(recipe: Recipe, verifier: Verifier, attention: str = "sdpa") ->
         raise ConfigError(f"{recipe.path}: draft geometry: {err.__cause__ or err}") from None
     layer._attn_implementation = attention
     model = recipe.verifier.model
-    hub_id = None if model.startswith(("pip:", "script:", "/", ".", "~")) or Path(model).exists() else model
+    return speculator_config(
+        layer,
+        verifier,
+        draft_vocab_size=draft_size(recipe, verifier),
+        layer_ids=verifier.layers,
+        flags={flag: getattr(draft, flag) for flag in FLAGS},
+        tokens=recipe.evaluate.num_speculative_tokens,
+        hub_id=None if model.startswith(NO_HUB_ID) or Path(model).exists() else model,
+    )
+
+
+def speculator_config(
+    layer: LlamaConfig,
+    verifier: Verifier,
+    draft_vocab_size: int,
+    layer_ids: Iterable[int],
+    flags: dict[str, bool],
+    tokens: int = 3,
+    hub_id: str | None = None,
+) -> Eagle3SpeculatorConfig:
+    """speculators' config of a draft around the config of its layers.
+
+    Args:
+        flags: value of each of FLAGS.
+        tokens: drafted in a step, a hint for servers.
+        hub_id: the verifier's, if it has one.
+    """
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
     return Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
-        draft_vocab_size=draft_size(recipe, verifier),
-        norm_before_residual=draft.norm_before_residual,
-        norm_before_fc=draft.norm_before_fc,
-        fc_norm=draft.fc_norm,
-        norm_output=draft.norm_output,
+        draft_vocab_size=draft_vocab_size,
+        **flags,
         embed_requires_grad=False,
-        eagle_aux_hidden_state_layer_ids=list(verifier.layers),
+        eagle_aux_hidden_state_layer_ids=list(layer_ids),
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
-            proposal_methods=[
-                GreedyTokenProposalConfig(speculative_tokens=recipe.evaluate.num_speculative_tokens)
-            ],
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=tokens)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(
                 name_or_path=hub_id, architectures=list(verifier.config.get("architectures") or [])
@@ -153,8 +175,7 @@ def build_draft(
     frozen_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Eagle3DraftModel:
-    """A draft with fresh trainable weights (float32, a function of `seed` alone) and the verifier's frozen
-    ones.
+    """A draft with fresh trainable weights (float32, a function of `seed`) and the verifier's frozen ones.
 
     Args:
         train_head: train `lm_head`, which starts as the verifier's rows of the draft vocabulary.
@@ -238,11 +259,6 @@ def frozen_fingerprints(model: Eagle3DraftModel) -> dict[str, str]:
     return found
 
 
-def trainable_names(model: Eagle3DraftModel) -> list[str]:
-    """Names of the tensors a checkpoint holds."""
-    return [name for name, p in model.named_parameters() if p.requires_grad]
-
-
 def read_config(folder: Path) -> Eagle3SpeculatorConfig:
     """The config of a draft folder in speculators' form.
 
@@ -309,8 +325,7 @@ def load_draft(
     attention: str = "sdpa",
     frozen_dtype: torch.dtype | None = None,
 ) -> Eagle3DraftModel:
-    """A trained draft as it was: config and trained tensors from a checkpoint, the rest from map and
-    verifier.
+    """A trained draft as it was: config and weights from a checkpoint, the rest from map and verifier.
 
     Args:
         checkpoint: 04_train/step-NNNNNN (or best).

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eagle3.contract import ConfigError, StageError, read_json
+from eagle3.looping import is_looping
 from eagle3.measure import (
     NEAR_TIE,
     Answer,
@@ -18,7 +19,6 @@ from eagle3.measure import (
     by_domain,
     compare_greedy,
     expected_speedups,
-    looping,
     shorter_lengths,
     speed,
 )
@@ -66,7 +66,7 @@ def figures(m: Material) -> dict:
     """All figures of one draft, under the names of report.json."""
     temperature, first = next(iter(m.passes.items()))
     why = dict(m.why)
-    loops = {a.id for a in first.answers if looping(a.tokens)}
+    loops = {a.id for a in first.answers if is_looping(a.tokens)}
     kept = [a for a in first.answers if a.id not in loops]
     out = {
         "draft": m.draft,
@@ -91,7 +91,7 @@ def figures(m: Material) -> dict:
     elif out["acceptance_length_ci95"] is None:
         why["acceptance_length_ci95"] = "an interval needs at least two prompts"
     out["temperatures"] = {
-        f"{t:g}": acceptance([a for a in p.answers if not looping(a.tokens)], m.positions)
+        f"{t:g}": acceptance([a for a in p.answers if not is_looping(a.tokens)], m.positions)
         for t, p in m.passes.items()
     }
     out |= speeds(m, out, why)

@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ import numpy as np
 import xxhash
 
 from eagle3.contract import StageError
+from eagle3.looping import is_looping
 from eagle3.store import CHUNK_BYTES, input_digest, pread_into
 from eagle3.store_writer import StoreWriter, disk_full
 from eagle3.tensorfile import Stored, read_header
@@ -41,8 +43,7 @@ ATTEMPTS = 6
 FAILURE_STREAK = 25
 # Alternatives per position that a proof row asks for; vLLM allows 20 at most.
 TOP_LOGPROBS = 8
-# The server holds the logits of all prompt positions of a step at once: longer rows prove their last state
-# only.
+# The server holds the logits of all prompt positions of a step at once: longer rows prove their last state.
 LONGEST_PROMPT_LOGPROBS = 512
 
 
@@ -103,45 +104,6 @@ def row_of(record: dict, split: str) -> Row:
 def row_seed(seed: int, row_id: str, turn: int = 0) -> int:
     """Sampling seed of one generation: a function of run seed, row id and turn, of nothing else."""
     return xxhash.xxh3_64(f"{seed}|{row_id}|{turn}".encode()).intdigest() & 0x7FFF_FFFF
-
-
-def is_looping(token_ids: list[int]) -> bool:
-    """Whether an answer ends in a loop; the closing token, if there is one, is not looked at.
-
-    Three signs: the tail repeats a block of at most 32 tokens up to the end (4 times, or 3 times if the
-    block has 8 or more tokens; 24 tokens in all at least); three quarters of the last tokens (64 to 96) equal
-    the one a period of at most 64 before (a block that repeats but for a counter or a name); fewer than half
-    of the 4-grams of the last 96 tokens are different ones.
-    """
-    ids = np.asarray(token_ids)
-    return any(map(_tail_repeats, (ids, ids[:-1]))) or _nearly_repeats(ids[:-1]) or _few_ngrams(ids[:-1])
-
-
-def _tail_repeats(ids: np.ndarray) -> bool:
-    for period in range(1, min(32, len(ids) // 3) + 1):
-        differs = np.flatnonzero(ids[period:] != ids[:-period])
-        same = len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)
-        if same + period >= max(24, period * (3 if period >= 8 else 4)):
-            return True
-    return False
-
-
-def _nearly_repeats(ids: np.ndarray) -> bool:
-    for period in range(1, 65):
-        window = min(96, len(ids) - period)
-        if window < 64:
-            return False
-        if (ids[-window:] == ids[-window - period : -period]).mean() >= 0.75:
-            return True
-    return False
-
-
-def _few_ngrams(ids: np.ndarray, window: int = 96, n: int = 4) -> bool:
-    tail = ids[-window:]
-    if len(tail) < window:
-        return False
-    grams = np.lib.stride_tricks.sliding_window_view(tail, n)
-    return len(np.unique(grams, axis=0)) < 0.5 * len(grams)
 
 
 # --- checks -------------------------------------------------------------------------------------------------
@@ -574,26 +536,21 @@ class Extractor:
         """Staged bytes of one token: every served layer in bf16."""
         return len(self.layers) * self.hidden * 2
 
-    def take(self, row: Row) -> tuple[Answer, tuple[str, ...]]:
-        """One row from request to committed sample.
-
-        Returns:
-            The answer and its flags.
+    def take(self, row: Row) -> Answer:
+        """One row from request to committed sample; returns its answer.
 
         Raises:
             RowDropped, RowFailed: it is not stored, with the reason.
             StageError: nothing can be stored any more (dead server, full disk).
         """
-        given = row.response_ids
-        prompt = self._prompt(row)
-        own = given is None
-        total = len(prompt) + (self.settings.max_tokens if own else len(given))
+        given, prompt = row.response_ids, self._prompt(row)
+        total = len(prompt) + (self.settings.max_tokens if given is None else len(given))
         if total > self.limit:
             raise RowDropped("too_long", f"{total} tokens, the server takes {self.limit}")
-        if not own and len(given) < 2:
+        if given is not None and len(given) < 2:
             raise RowDropped("empty", f"{len(given)} answer tokens")
+        size = (total - 1) * self.token_bytes()
         for attempt in range(ATTEMPTS):
-            size = (total - 1) * self.token_bytes()
             try:
                 return self._try(row, prompt, given, size)
             except Transient as err:
@@ -604,7 +561,7 @@ class Extractor:
                     raise Stopped from None
         raise AssertionError("unreachable")
 
-    def _try(self, row: Row, prompt: list[int], given: list[int] | None, size: int):
+    def _try(self, row: Row, prompt: list[int], given: list[int] | None, size: int) -> Answer:
         proof = self.writer is not None and self.wants_proof(row)
         body = self._body(row, prompt, given, proof)
         self.gate.enter(size)
@@ -615,20 +572,17 @@ class Extractor:
             finally:
                 self.gate.answered(not overloads)
             answer = parse_answer(reply, prompt, given)
-            if answer.path is None:
-                if self.writer is None:
-                    return answer, self._flags(row, answer, given)
+            if answer.path is None and self.writer is not None:
                 raise StageError(
                     "the server answers without states: ./02_launch_verifier.sh extract is needed, not serve"
                 )
-            with Staged(answer.path, self.roots) as staged:
-                if self.writer is None:
-                    return answer, self._flags(row, answer, given)
+            with Staged(answer.path, self.roots) if answer.path is not None else nullcontext() as staged:
                 flags = self._flags(row, answer, given)
-                staged.wait(LOCK_TIMEOUT, self.stop)
-                with self._readers:
-                    self._store(row, answer, flags, staged)
-            return answer, flags
+                if self.writer is not None:
+                    staged.wait(LOCK_TIMEOUT, self.stop)
+                    with self._readers:
+                        self._store(row, answer, flags, staged)
+            return answer
         finally:
             self.gate.freed(size)
 

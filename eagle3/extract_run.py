@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3.contract import Interrupted, StageError, fsync_dir
+from eagle3.contract import Interrupted, StageError, fsync_dir, nearest_existing
 from eagle3.extract import (
     FAILURE_STREAK,
     Client,
@@ -172,7 +172,7 @@ class Work:
         from eagle3.server import staging_dir
 
         where = staging_dir(self.stage.run, self.stage.profile)
-        free = shutil.disk_usage(next(p for p in (where, *where.parents) if p.exists())).free
+        free = shutil.disk_usage(nearest_existing(where)).free
         return int(min(self.stage.profile.EXTRACT_STAGING_GB * 1e9, free / 2))
 
     def _writer(self, client: Client, proofs: dict, roots: list[Path]) -> StoreWriter:
@@ -243,7 +243,6 @@ class Work:
 
     def _fits(self, row) -> bool:
         """Count a row into the budget at its largest; a row that does not fit ends the run."""
-
         answer = self.stage.recipe.answers.max_tokens if row.response_ids is None else len(row.response_ids)
         tokens = len(row.prompt_ids) + answer
         size = sample_bytes(
@@ -264,7 +263,7 @@ class Work:
         with self._lock:
             self._busy += 1
         try:
-            answer, _ = self.extractor.take(row)
+            answer = self.extractor.take(row)
         except RowDropped as err:
             self._note(row, err, "dropped")
             if self.extractor.writer:

@@ -7,9 +7,9 @@ samples are spread.
 
 One sample of T states (T + 1 tokens, prompt p) becomes T - 1 positions, speculators' `shift_batch`:
 
-    position j = 1 .. T - 1: token x_j, auxiliary state g_(j-1), target state y_j (predicts x_(j+1)), position
-                             id j; supervised where j >= p, so the first pair is (first answer token ->
-                             second)
+    position j = 1 .. T - 1: token x_j, auxiliary state g_(j-1), target state y_j (predicts x_(j+1)),
+                             position id j; supervised where j >= p, so the first pair is (first answer
+                             token -> second)
 
 At TTT step k the loss compares the draft's output at j with the target at j + k, across the end of a document
 too. So that those pairs never count, a document begins with at least `lead` = TTT steps - 1 unsupervised
@@ -146,8 +146,7 @@ def usable(infos: list[SampleInfo], row_tokens: int, lead: int) -> tuple[list[Sa
     if longest and (need := longest.states - 1 + gap(longest, lead)) > row_tokens:
         raise ConfigError(
             f"row {longest.id} takes {need} positions, TRAIN_ROW_TOKENS is {row_tokens}: raise it in the "
-            "profile (or "
-            "lower data.max_prompt_tokens or answers.max_tokens and run 01 anew)"
+            "profile (or lower data.max_prompt_tokens or answers.max_tokens and run 01 anew)"
         )
     return kept, len(infos) - len(kept)
 
@@ -380,8 +379,7 @@ class Feed:
         scales = (None, None)
         if buffer.aux_scale is not None:
             scales = (buffer.aux_scale[where], buffer.final_scale[rows])
-        # Final state 0 belongs to position p - 1, whose prediction (the first answer token) a draft never
-        # makes.
+        # Final state 0 is position p - 1's, whose prediction (the first answer token) a draft never makes.
         store.read_raw(info, buffer.aux[where], scales[0], buffer.final[rows], scales[1], final_first=1)
         import torch
 
@@ -476,26 +474,9 @@ def _take(batch: Batch, event) -> None:
 
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
-    for name in (
-        "hidden_states",
-        "input_ids",
-        "document_ids",
-        "position_ids",
-        "targets",
-        "loss_mask",
-        "head_rows",
-    ):
-        if (tensor := getattr(batch, name)) is not None:
-            tensor.record_stream(stream)
-
-
-def pairs(row: Row, store: Store) -> list[tuple[int, int, int]]:
-    """(position, input token, target token) of every pair that adds to the loss at TTT step 0."""
-    found = []
-    for piece in row.pieces:
-        ids = store.token_ids(piece.info)
-        found += [(j, int(ids[j]), int(ids[j + 1])) for j in range(piece.info.prompt, piece.info.states)]
-    return found
+    for value in vars(batch).values():
+        if isinstance(value, torch.Tensor):
+            value.record_stream(stream)
 
 
 def diagnose(store: Store, row: Row) -> str | None:

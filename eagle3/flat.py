@@ -9,6 +9,8 @@ filled from them, and nothing may contradict; anything else is a StageError that
     sglang       flat config, `midlayer.*`, layer ids under `eagle_config`;  written and read
                  EAGLE's and SpecForge's form too
 
+Drafts that others trained are read in eagle3/foreign.py.
+
 Layer ids. vLLM's number k is the residual stream after k decoder layers. SGLang, EAGLE and SpecForge count
 layers from 0 and mean the output of that layer, so their 1 is vLLM's 2. SGLang adds 1 only where the first
 id is 1 (since sgl-project/sglang#25454; before that always): a list that starts with 1 has this meaning,
@@ -17,14 +19,13 @@ any other is vLLM's.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.contract import ConfigError, StageError, read_json
+from eagle3.contract import ConfigError, StageError, read_json, write_json
 from eagle3.lazy import (
     CHUNK_BYTES,
     Lazy,
@@ -32,11 +33,9 @@ from eagle3.lazy import (
     one_thread,
     open_file,
     open_tensors,
-    same_values,
     write_tensors,
 )
-from eagle3.vocab import FILE as MAP_FILE
-from eagle3.vocab import VocabMap, check_map, load_map, save_map
+from eagle3.vocab import check_map, find_map
 
 if TYPE_CHECKING:
     import torch
@@ -490,7 +489,8 @@ def _one_rope(rope: dict | None, where: str) -> dict:
     return rope
 
 
-def _account_keys(config: dict, used: set[str], inert: dict[str, tuple | None], where: str) -> None:
+def account_keys(config: dict, used: set[str], inert: dict[str, tuple | None], where: str) -> None:
+    """Raises StageError for a key that is neither used nor inert with its value."""
     unknown, bad = [], []
     for key, value in config.items():
         if key in used:
@@ -506,7 +506,7 @@ def _account_keys(config: dict, used: set[str], inert: dict[str, tuple | None], 
         )
 
 
-_LLAMA_USED = {
+LLAMA_KEYS = {
     "model_type", "architectures", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "attention_bias",
     "mlp_bias", "vocab_size", "max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling",
@@ -514,7 +514,7 @@ _LLAMA_USED = {
 }  # fmt: skip
 
 
-def _read_llama(config: dict, where: str) -> dict:
+def read_llama(config: dict, where: str) -> dict:
     """Draft fields out of the keys of a Llama config; what is missing gets the class default of LlamaConfig.
 
     `head_dim` stays out if the config has none: the caller takes it from the weights or refuses.
@@ -545,23 +545,24 @@ def _read_llama(config: dict, where: str) -> dict:
     return fields
 
 
+def check_width(config: dict, fields: dict, where: str) -> None:
+    """Raises StageError if the draft's states are said to be of another width than the verifier's."""
+    if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
+        raise StageError(
+            f"{where}: target_hidden_size {config['target_hidden_size']}, hidden_size {fields['hidden_size']}"
+        )
+
+
 def read_speculators(config: dict, where: str) -> Draft:
     """A Draft out of speculators' nested config (0.3 to 0.9).
 
     Raises:
         StageError: unknown key, missing head size or layer ids, contradiction.
     """
-    flags = FLAGS[1:]  # added after 0.3; their absence means false everywhere
-    used = {
-        "transformer_layer_config",
-        "draft_vocab_size",
-        "norm_before_residual",
-        "target_hidden_size",
-        *flags,
-    }
-    _account_keys(config, {*used, "eagle_aux_hidden_state_layer_ids"}, SPECULATORS_OUTER, where)
+    used = {*FLAGS, "transformer_layer_config", "draft_vocab_size", "target_hidden_size"}
+    account_keys(config, {*used, "eagle_aux_hidden_state_layer_ids"}, SPECULATORS_OUTER, where)
     layer = config.get("transformer_layer_config") or {}
-    _account_keys(layer, _LLAMA_USED, INERT, f"{where} transformer_layer_config")
+    account_keys(layer, LLAMA_KEYS, INERT, f"{where} transformer_layer_config")
     if "norm_before_residual" not in config:
         raise StageError(
             f"{where}: norm_before_residual is missing; speculators would read false, vLLM true: add it"
@@ -570,93 +571,16 @@ def read_speculators(config: dict, where: str) -> Draft:
         raise ConfigError(
             f"{where}: eagle_aux_hidden_state_layer_ids is missing: give the layers it was trained on"
         )
-    fields = _read_llama(layer, where)
+    fields = read_llama(layer, where)
     if "head_dim" not in fields:
         raise StageError(f"{where}: head_dim is missing; readers would guess hidden_size / heads")
-    if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
-        raise StageError(
-            f"{where}: target_hidden_size {config['target_hidden_size']}, hidden_size {fields['hidden_size']}"
-        )
+    check_width(config, fields, where)
     return Draft(
         **fields,
         draft_vocab_size=config["draft_vocab_size"],
         layer_ids=tuple(config["eagle_aux_hidden_state_layer_ids"]),
-        norm_before_residual=bool(config["norm_before_residual"]),
-        **{f: bool(config.get(f, False)) for f in flags},
-    ).check()
-
-
-def read_layer_ids(config: dict, num_layers: int, given: list[int] | None, where: str) -> tuple[int, ...]:
-    """Auxiliary ids of a flat config in vLLM's numbering.
-
-    Args:
-        num_layers: the verifier's, for the default that all readers share.
-        given: the user's word, which wins where the config is silent and must agree where it is not.
-
-    Raises:
-        ConfigError: `given` contradicts the config.
-    """
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    if nested and nested[0] == 1:
-        nested = [i + 1 for i in nested]
-    if top and nested and list(top) != list(nested):
-        raise StageError(
-            f"{where}: layer ids {top} at the top level and {nested} (in vLLM's numbering) in eagle_config"
-        )
-    found = top or nested
-    if given and found and list(given) != list(found):
-        raise ConfigError(
-            f"{where}: its config says layers {list(found)} (vLLM's numbering), you say {given}"
-        )
-    return tuple(found or given or (2, num_layers // 2, num_layers - 3))
-
-
-def read_flat(
-    config: dict, tensors: dict[str, Lazy], verifier: Verifier, given: list[int] | None, where: str
-) -> Draft:
-    """A Draft out of a flat config of vLLM, SGLang, EAGLE or SpecForge.
-
-    Args:
-        tensors: under canonical names; the head size comes from q_proj where the config has none.
-        given: layer ids in vLLM's numbering, or None.
-
-    Raises:
-        StageError: unknown key, another architecture, contradiction.
-    """
-    known = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
-    if (arch := (config.get("architectures") or [known[0]])[0]) not in known:
-        raise StageError(f"{where}: architecture {arch}; only Llama drafts ({known[0]}) are converted")
-    used = {
-        *_LLAMA_USED,
-        *FLAGS,
-        "use_aux_norm",
-        "draft_vocab_size",
-        "target_hidden_size",
-        "num_aux_hidden_states",
-    }
-    _account_keys(config, {*used, "eagle_config", "eagle_aux_hidden_state_layer_ids"}, INERT, where)
-    nested = config.get("eagle_config") or {}
-    allowed = {"use_aux_hidden_state": (True,), "eagle_aux_hidden_state_layer_ids": None,
-               "norm_before_fc": (config.get("norm_before_fc", False),)}  # fmt: skip
-    _account_keys(nested, set(), allowed, f"{where} eagle_config")
-    fields = _read_llama(config, where)
-    if "head_dim" not in fields:
-        rows = tensors["layers.0.self_attn.q_proj.weight"].shape[0]
-        fields["head_dim"] = rows // fields["num_attention_heads"]
-    ids = read_layer_ids(config, verifier.num_layers, given, where)
-    if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
-        raise StageError(
-            f"{where}: target_hidden_size {config['target_hidden_size']}, hidden_size {fields['hidden_size']}"
-        )
-    if config.get("num_aux_hidden_states") not in (None, len(ids)):
-        raise StageError(
-            f"{where}: num_aux_hidden_states {config['num_aux_hidden_states']}, layer ids {list(ids)}"
-        )
-    on = {f: bool(config.get(f, False)) for f in FLAGS}
-    on["fc_norm"] = on["fc_norm"] or bool(config.get("use_aux_norm", False))
-    return Draft(
-        **fields, **on, draft_vocab_size=config.get("draft_vocab_size") or fields["vocab_size"], layer_ids=ids
+        # Those that 0.3 does not have mean false where they are missing.
+        **{flag: bool(config.get(flag, False)) for flag in FLAGS},
     ).check()
 
 
@@ -771,18 +695,7 @@ def account_folders(folders: dict[str, Path], draft: Draft, tensors: dict[str, L
             check_map(found["d2t"].whole(), found["t2d"].whole(), str(folder))
 
 
-# --- checkpoints of 04, and drafts that become one ----------------------------------------------------------
-
-
-def map_file(checkpoint: Path) -> Path:
-    """Where a checkpoint's vocabulary map lies: in its folder (imported drafts) or beside it (04_train)."""
-    inside = checkpoint / MAP_FILE
-    return inside if inside.is_file() else checkpoint.resolve().parent / MAP_FILE
-
-
-def find_map(checkpoint: Path) -> VocabMap:
-    """The vocabulary map of a checkpoint, checked."""
-    return load_map(map_file(checkpoint))
+# --- checkpoints of 04 --------------------------------------------------------------------------------------
 
 
 def open_checkpoint(folder: Path, verifier: Verifier) -> tuple[Draft, dict[str, Lazy]]:
@@ -816,182 +729,6 @@ def open_checkpoint(folder: Path, verifier: Verifier) -> tuple[Draft, dict[str, 
     return draft, {n: tensors[n] for n in wanted_tensors(draft, EMBEDDING in tensors)}
 
 
-def open_foreign(
-    folder: Path, verifier: Verifier, given: list[int] | None
-) -> tuple[Draft, dict[str, Lazy], str]:
-    """A draft in any format known here: geometry, tensors under speculators' names, name of the format.
-
-    The embedding stays only if it differs from the verifier's; lm_head may be missing for a full vocabulary.
-
-    Raises:
-        StageError: unknown format; unmapped, unfilled, contradictory by name.
-    """
-    import torch
-
-    where, config, stored = str(folder), read_json(folder / "config.json"), open_tensors(folder)
-    if not config:
-        raise StageError(f"{folder} has no config.json")
-    form = (
-        "speculators"
-        if "speculators_model_type" in config
-        else "sglang"
-        if any("midlayer." in n for n in stored)
-        else "vllm"
-    )
-    tensors: dict[str, Lazy] = {}
-    for name, lazy in stored.items():
-        ours = canonical(name, form == "sglang")
-        if ours in DERIVED or ours.endswith(DERIVED_SUFFIX):
-            continue
-        if ours in tensors:
-            raise StageError(f"{where}: two tensors are {ours}")
-        if lazy.dtype not in (torch.bfloat16, torch.float16, torch.float32) and ours not in MAPS:
-            raise StageError(f"{where}: {name} is {lazy.dtype}; only bf16, fp16 and fp32 drafts are read")
-        tensors[ours] = lazy
-    if "layers.0.self_attn.q_proj.weight" not in tensors:
-        raise StageError(
-            f"{where}: no layers.0.self_attn.q_proj.weight (or midlayer.*) among {sorted(stored)[:5]}"
-        )
-    if form == "speculators":
-        ids = config.get("eagle_aux_hidden_state_layer_ids") or given
-        if given and list(ids) != list(given):
-            raise ConfigError(f"{where}: its config says layers {ids}, you say {given}")
-        draft = read_speculators({**config, "eagle_aux_hidden_state_layer_ids": ids}, where)
-    else:
-        draft = read_flat(config, tensors, verifier, given, where)
-    draft = fit_verifier(draft, verifier, where)
-    if not draft.reduced and "d2t" in tensors and not tensors["d2t"].whole().any():
-        (
-            tensors.pop("d2t"),
-            tensors.pop("t2d", None),
-        )  # SpecForge writes identity maps beside a full vocabulary
-    if draft.reduced and "d2t" in tensors:
-        tensors |= _whole_map(tensors["d2t"].whole(), tensors.get("t2d"), draft, where)
-    with one_thread():
-        if EMBEDDING in tensors and same_values(tensors[EMBEDDING], verifier_rows(verifier, "embed")):
-            tensors.pop(EMBEDDING)
-    account_shapes(tensors, draft, set() if draft.reduced else {"lm_head.weight"}, where)
-    return draft, {n: tensors[n] for n in wanted_tensors(draft, EMBEDDING in tensors) if n in tensors}, form
-
-
-def _whole_map(d2t: torch.Tensor, t2d: Lazy | None, draft: Draft, where: str) -> dict[str, Lazy]:
-    """d2t int64 and t2d bool; t2d is made where the file has none, as vLLM and SGLang never read it."""
-    import torch
-
-    if t2d is not None:
-        mask = t2d.whole()
-        if mask.dtype != torch.bool and bool(((mask == 0) | (mask == 1)).all()):
-            mask = mask.bool()
-    else:
-        ids = d2t.long() + torch.arange(len(d2t))
-        mask = torch.zeros(draft.vocab_size, dtype=torch.bool)
-        mask[ids[(ids >= 0) & (ids < draft.vocab_size)]] = True
-    check_map(d2t, mask, where)
-    return {"d2t": in_memory(d2t.long()), "t2d": in_memory(mask)}
-
-
-def speculators_config(draft: Draft, verifier: Verifier):
-    """Eagle3SpeculatorConfig of a draft (04's build_config makes the same from a recipe)."""
-    from speculators import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
-
-    from eagle3.draft import rope_parameters
-
-    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias",
-            "vocab_size", "max_position_embeddings")  # fmt: skip
-    window = {"layer_types": list(draft.layer_types), "sliding_window": draft.sliding_window}
-    # The verifier's own spelling where both mean the same: 04 compares a starting draft's config key by key.
-    theirs = rope_parameters(verifier)
-    same_rope = read_rope({"rope_parameters": theirs}, "verifier") == draft.rope
-    layer = LlamaConfig(
-        **{k: getattr(draft, k) for k in same},
-        rope_parameters=theirs if same_rope else dict(draft.rope),
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **(window if draft.sliding_window is not None else {}),
-    )
-    return Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=draft.draft_vocab_size,
-        norm_before_residual=draft.norm_before_residual,
-        norm_before_fc=draft.norm_before_fc,
-        fc_norm=draft.fc_norm,
-        norm_output=draft.norm_output,
-        eagle_aux_hidden_state_layer_ids=list(draft.layer_ids),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(
-                name_or_path=None, architectures=list(verifier.config.get("architectures") or [])
-            ),
-        ),
-    )
-
-
-def import_draft(folder: Path, out: Path, verifier: Verifier, given: list[int] | None = None) -> dict:
-    """Turn a draft of any known format into a checkpoint folder of 04's form (float32), for train.init_from.
-
-    Args:
-        out: must not hold anything yet; appears under its name only when whole.
-        given: layer ids in vLLM's numbering, needed where the draft's own config is silent and unusual.
-
-    Returns:
-        meta.json's content.
-
-    Raises:
-        StageError, ConfigError: by name.
-    """
-    import shutil
-
-    import torch
-    from safetensors.torch import save_file  # noqa: F401  (fails early where the package is missing)
-
-    from eagle3.contract import write_json, write_text
-    from eagle3.record import digest
-
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; give a new folder")
-    draft, tensors, form = open_foreign(folder, verifier, given)
-    maps = {n: tensors.pop(n).whole() for n in MAPS if n in tensors}
-    if not maps:
-        v = draft.vocab_size
-        maps = {"d2t": torch.zeros(v, dtype=torch.int64), "t2d": torch.ones(v, dtype=torch.bool)}
-    tmp = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    try:
-        speculators_config(draft, verifier).save_pretrained(tmp)
-        with one_thread():
-            write_tensors([(tmp / "model.safetensors", str)], tensors, dict.fromkeys(tensors, torch.float32))
-        save_map(tmp / MAP_FILE, VocabMap(**maps))
-        meta = {
-            "step": 0,
-            "epoch": 0,
-            "imported": {
-                "form": form,
-                "config": digest(read_json(folder / "config.json")),
-                "name": folder.name,
-            },
-            "layer_ids": list(draft.layer_ids),
-            "own_embedding": EMBEDDING in tensors,
-        }
-        write_json(tmp / "meta.json", meta)
-        sizes = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
-        write_text(tmp / "COMPLETE", json.dumps(sizes) + "\n")
-        if out.exists():
-            out.rmdir()
-        tmp.rename(out)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    return meta
-
-
 # --- export -------------------------------------------------------------------------------------------------
 
 
@@ -1014,8 +751,6 @@ def export(draft: Draft, tensors: dict[str, Lazy], folders: dict[str, Path]) -> 
     Raises:
         StageError: NaN in a tensor; anything lost or changed on the way.
     """
-    from eagle3.contract import write_json
-
     for form, folder in folders.items():
         folder.mkdir(parents=True)
         write_json(folder / "config.json", flat_config(draft, form))

@@ -25,7 +25,7 @@ CHUNK_BYTES = 4 << 20
 
 @contextlib.contextmanager
 def one_thread():
-    """Such pieces gain nothing from threads, while OpenMP's waiting costs four times the work if busy."""
+    """For small tensors: threads gain nothing there, while OpenMP's waiting costs four times the work."""
     import torch
 
     before = torch.get_num_threads()

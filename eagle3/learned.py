@@ -83,7 +83,6 @@ class Seen:
     name: str
     profiles: set[str] = field(default_factory=set)
     recipe: dict = field(default_factory=dict)
-    recipe_name: str = ""
     asked: int | str | None = None
     exhausted: bool = False
     rows: dict[str, float] = field(default_factory=dict)
@@ -129,7 +128,7 @@ def look(run: RunDir, name: str | None = None) -> Seen:
     book = read_book(run)
     attempts = book["attempts"]
     seen.profiles = {a.get("profile") for a in attempts}
-    seen.recipe_name, seen.recipe = saved_recipe(run)
+    _, seen.recipe = saved_recipe(run)
     for number in STAGE_DIRS:
         record = read_dict(run.stage(number) / "stage.json")
         if record.get("status") != "done":

@@ -431,13 +431,6 @@ def balanced(rows: list[dict], limit: int | None) -> list[dict]:
     return list(itertools.islice((row for row in turns if row is not None), limit))
 
 
-def looping(tokens: list[int]) -> bool:
-    """Whether an answer repeats itself, by the rule that 03 applies to answers."""
-    from eagle3.extract import is_looping
-
-    return is_looping(tokens)
-
-
 # --- greedy comparison --------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ BOUNDS = {"fp32": 1e-4, "fp32_gpu": 1e-2, "fp32_far": 1e-2, "bf16_times_referenc
 ROPE_BOUND = 5e-2  # of cos and sin at position 100,000: 0.007 between CPU and GPU; another base differs by 1
 STATES_BOUND = 0.08  # stored bf16 states against float32; neighbouring layers differ by 15 % and more
 SMALL_VERIFIER = 2_000_000_000  # bytes of weights up to which transformers re-extracts a sample
+SMALL_DRAFT = 2_000_000  # parameters of the layers below which threads cost more than they add
 NEAR_TIE = 4.0  # top tokens may differ where the reference's gap is below this many times the error bound
 
 
@@ -124,8 +125,9 @@ def load_reference(checkpoint: Path, verifier: Verifier, device: str):
     import torch
 
     from eagle3.draft import load_draft
-    from eagle3.flat import EMBEDDING, find_map
+    from eagle3.flat import EMBEDDING
     from eagle3.lazy import open_tensors
+    from eagle3.vocab import find_map
 
     vocab_map = find_map(checkpoint)
     model = load_draft(checkpoint, vocab_map, verifier, attention="eager", frozen_dtype=torch.float32)
@@ -459,6 +461,8 @@ def gate(
     """
     import torch
 
+    from eagle3.lazy import one_thread
+
     _room(verifier)
     model = load_reference(checkpoint, verifier, "cuda" if torch.cuda.is_available() else "cpu")
     window = model.sliding_window if model.sliding_window_indices else None
@@ -468,7 +472,8 @@ def gate(
         num_aux = len(model.config.eagle_aux_hidden_state_layer_ids)
         samples = random_samples(verifier.hidden_size, num_aux, verifier.vocab_size, window)
     requests = make_requests(samples, window, verifier.value("max_position_embeddings"))
-    with _threads(sum(p.numel() for p in model.layers.parameters())):
+    small = sum(p.numel() for p in model.layers.parameters()) < SMALL_DRAFT
+    with one_thread() if small else contextlib.nullcontext():
         return {"passed": True, "states": kind, **_run(folder, model, verifier, requests, dtypes)}
 
 
@@ -569,20 +574,6 @@ def _room(verifier: Verifier) -> None:
             f"the parity gate needs about {need / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free: run "
             "05_convert.py where the verifier is served, or skip the gate with --no-parity"
         )
-
-
-@contextlib.contextmanager
-def _threads(parameters: int):
-    """One thread for small drafts: OpenMP's barriers cost more than their sums."""
-    import torch
-
-    before = torch.get_num_threads()
-    if parameters < 2_000_000:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _open_store(hidden: Path | None) -> Store | None:

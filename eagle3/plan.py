@@ -12,7 +12,6 @@ as wide as its origin is weak.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -171,10 +170,8 @@ def extract_seconds(stage, tokens: dict, table: dict) -> Figure:
     sources = stage.recipe.data.sources
     weights = sum(s.weight for s in sources)
     given = sum(s.weight for s in sources if s.answers == "dataset") / weights
-    read, made = (
-        over(tokens["prompt"] + given * tokens["answer"], prefill),
-        over((1 - given) * tokens["answer"], generate),
-    )
+    read = over(tokens["prompt"] + given * tokens["answer"], prefill)
+    made = over((1 - given) * tokens["answer"], generate)
     origin = f"{prefill.origin} (prefill)" if given == 1 else f"{generate.origin} (generation)"
     return Figure(read.value + made.value, read.low + made.low, read.high + made.high, origin)
 
@@ -332,15 +329,10 @@ def make_plan(stage, given: list[str] | None = None) -> dict:
     """
     recipe, profile = stage.recipe, stage.profile
     verifier, weights = open_or_guess(recipe)
-    own, runs, table = (
-        look(stage.run, "this run"),
-        earlier_runs(stage, given or []),
-        published_rates(profile.name),
-    )
-    if own.seconds and not finished_stages(
-        stage, own
-    ):  # it has grown: what it measured is an earlier, smaller run
-        runs = [*runs, own]
+    own, runs = look(stage.run, "this run"), earlier_runs(stage, given or [])
+    table = published_rates(profile.name)
+    if own.seconds and not finished_stages(stage, own):
+        runs = [*runs, own]  # it has grown: what it measured is an earlier, smaller run
     rows, rows_origin = count_rows(stage, own)
     each = tokens_per_row(stage, own, runs)
     kept = statistics.fmean(s.kept_share for s in runs) if runs else own.kept_share
@@ -471,11 +463,9 @@ def row(name: str, f: dict) -> str:
 
 
 def main(argv=None) -> int:
-    from eagle3.cli import load_stage
+    from eagle3.cli import load_stage, tool_parser
 
-    parser = argparse.ArgumentParser(
-        prog="run_pipeline.sh plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser("run_pipeline.sh plan", __doc__)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument(
         "--from",
@@ -486,7 +476,6 @@ def main(argv=None) -> int:
         help="learn from it (repeatable)",
     )
     args = parser.parse_args(argv)
-    args.run_dir, args.recipe, args.set = None, None, []
     try:
         plan = make_plan(load_stage("01", args), args.given)
     except StageError as err:

@@ -7,7 +7,6 @@ Only the stages of FROM..TO that are not done yet count, so that a finished run 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -17,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from eagle3 import provenance
-from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError
+from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError, nearest_existing
 from eagle3.learned import read_dict
 from eagle3.server import port_busy, staging_dir
 from eagle3.sizes import GB
@@ -172,7 +171,7 @@ def whole(file: Path) -> str | None:
 def check_space(stage, stages: list[str], plan: dict | None) -> list[str]:
     """Disk for what is still to be written, RAM, shared memory."""
     run, profile, bad = stage.run, stage.profile, []
-    here = next(p for p in (run.path, *run.path.parents) if p.exists())
+    here = nearest_existing(run.path)
     staging = profile.EXTRACT_STAGING_GB * GB if "03" in stages else 0
     on_disk = staging_dir(run, profile).is_relative_to(run.path)
     free, needed = shutil.disk_usage(here).free, profile.DISK_RESERVE_GB * GB + staging * on_disk
@@ -239,13 +238,9 @@ def preflight(stage) -> list[str]:
 
 
 def main(argv=None) -> int:
-    from eagle3.cli import load_stage
+    from eagle3.cli import load_stage, tool_parser
 
-    parser = argparse.ArgumentParser(
-        prog="eagle3.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    args = parser.parse_args(argv)
-    args.run_dir, args.recipe, args.set = None, None, []
+    args = tool_parser("eagle3.preflight", __doc__).parse_args(argv)
     try:
         bad = preflight(load_stage("01", args))
     except StageError as err:

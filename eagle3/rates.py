@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from eagle3.contract import ROOT
+from eagle3.contract import ROOT, nearest_existing
 from eagle3.learned import Figure, Seen, figure, quietly
 from eagle3.sizes import GB, parameters, size
 
@@ -85,7 +85,7 @@ def probe_disk(folder: Path, threads: int, total: int = 1 << 29, seconds: float 
     import tempfile
     from concurrent.futures import ThreadPoolExecutor
 
-    here = next(p for p in (folder, *folder.parents) if p.is_dir())
+    here = nearest_existing(folder)
     block = os.urandom(1 << 20) * 8
     with tempfile.NamedTemporaryFile(dir=here, prefix=".probe-", suffix=".tmp") as f:
         for _ in range(total // len(block)):

@@ -106,9 +106,10 @@ class StageRecord:
         """
         if force:
             for path in [*makes(self.folder), self.path, self.folder / "identity.json"]:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
-                    missing_ok=True
-                )
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
         self.refuse_other_identity()
         if old := self.done():
             return old
@@ -161,6 +162,14 @@ class StageRecord:
         return record
 
 
+def add_to_book(run: RunDir, key: str, entry: dict) -> None:
+    """Append an entry to a list of run.json ("attempts" of stages, "servers")."""
+    path = run.path / "run.json"
+    book = read_json(path) or {"attempts": []}
+    book.setdefault(key, []).append(entry)
+    write_json(path, book)
+
+
 def note_attempt(run: RunDir, number: str, status: str, started: float, profile: str, **extra: Any) -> None:
     """Append one attempt of a stage to run.json: what ran, how it ended, what it cost.
 
@@ -169,9 +178,9 @@ def note_attempt(run: RunDir, number: str, status: str, started: float, profile:
         started: time.time() at the start.
         extra: e.g. error="one line".
     """
-    path = run.path / "run.json"
-    book = read_json(path) or {"attempts": []}
-    book["attempts"].append(
+    add_to_book(
+        run,
+        "attempts",
         {
             "stage": number,
             "status": status,
@@ -181,9 +190,8 @@ def note_attempt(run: RunDir, number: str, status: str, started: float, profile:
             "settings": {k: os.environ[k] for k in ("SAMPLES", "RECIPE_SET", "ROUNDS") if os.environ.get(k)},
             **provenance.collect(profile),
             **extra,
-        }
+        },
     )
-    write_json(path, book)
 
 
 def files_of(folder: Path, *patterns: str) -> list[Path]:

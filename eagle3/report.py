@@ -10,7 +10,7 @@ A figure that was not measured is said to be so; a broken file costs its own lin
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import re
 import shlex
@@ -466,8 +466,6 @@ def failures(r: Run) -> Counter:
     found = Counter()
     if r.records["03"].get("dropped"):
         return found
-    import json
-
     try:
         with open(r.run.hidden / "failures.jsonl", encoding="utf-8") as f:
             for text, _ in zip(f, range(MOST_LINES), strict=False):
@@ -547,7 +545,10 @@ def fallbacks(r: Run) -> list[str]:
     rows = []
     for pattern, symptom, remedy in FALLBACKS:
         hit = bool(last and pattern and re.search(pattern, last, re.I))
-        rows.insert(0, [f"**{symptom}** (this run)", remedy]) if hit else rows.append([symptom, remedy])
+        if hit:
+            rows.insert(0, [f"**{symptom}** (this run)", remedy])
+        else:
+            rows.append([symptom, remedy])
     return ["## If something goes wrong", "", *markdown_table(["symptom", "what to do"], rows)]
 
 
@@ -675,15 +676,12 @@ def load(args):
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="run_pipeline.sh report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    from eagle3.cli import tool_parser
+
+    parser = tool_parser("run_pipeline.sh report", __doc__)
     parser.add_argument("--quiet", action="store_true", help="say nothing, also not where it lies")
     parser.add_argument("--summary", action="store_true", help="print the last lines of a finished run")
     args = parser.parse_args(argv)
-    args.run_dir, args.recipe, args.set = None, None, []
     try:
         stage = load(args)
         if not stage.run.path.is_dir():

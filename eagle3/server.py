@@ -7,7 +7,6 @@ python -m eagle3.server stop                               stop a server that a 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import hashlib
 import json
@@ -36,6 +35,7 @@ from eagle3.contract import (
     read_json,
     write_json,
 )
+from eagle3.record import add_to_book
 
 log = logging.getLogger("eagle3")
 
@@ -353,17 +353,17 @@ def verifier_server(
         shutil.rmtree(noted["staging"], ignore_errors=True)
         pids.unlink(missing_ok=True)
         log.info("verifier stopped (peak memory %.1f GB)", peak / 1e9)
-        book = read_json(run.path / "run.json") or {"attempts": []}
-        book.setdefault("servers", []).append(
+        add_to_book(
+            run,
+            "servers",
             {
                 "mode": mode,
                 "draft": draft.name if draft else None,
                 "peak_rss_bytes": peak,
                 "ready_seconds": noted.get("ready_seconds"),
                 "seconds": _age(noted),
-            }
+            },
         )
-        write_json(run.path / "run.json", book)
 
 
 def _age(noted: dict) -> float:
@@ -464,20 +464,17 @@ def run_with_server(mode: str, stage, verifier, draft: Path | None, command: lis
 
 
 def main(argv=None) -> int:
+    from eagle3.cli import catch_signals, load_stage, start_log, tool_parser
+    from eagle3.verifier import open_verifier, unseen_verifier
+
     argv = list(sys.argv[1:] if argv is None else argv)
     argv, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(prog="eagle3.server", description=__doc__)
+    parser = tool_parser("eagle3.server", __doc__)
     parser.add_argument("what", choices=["args", "run", "stop"])
     parser.add_argument("mode", nargs="?", choices=["extract", "serve"], default="serve")
     parser.add_argument("--draft", type=Path)
     args = parser.parse_args(argv)
-    args.run_dir = args.recipe = None
-    args.set, args.check, args.force = [], False, False
-    from eagle3.cli import _interrupt, load_stage, start_log
-    from eagle3.verifier import open_verifier, unseen_verifier
-
-    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _interrupt)
+    catch_signals()
     try:
         stage = load_stage("02", args)
         start_log(stage.run, "02", quiet=args.what == "args")

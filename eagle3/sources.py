@@ -36,8 +36,8 @@ class Place:
     """A recipe source with its files found.
 
     Attributes:
-        label: short name, unique within a run; it begins every row id, and no folder of this machine is in
-        it. files: (name, path), in reading order; empty for a hub data set.
+        label: short name, unique within a run, without a folder of this machine; it begins every row id.
+        files: (name, path), in reading order; empty for a hub data set.
     """
 
     label: str

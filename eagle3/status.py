@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -15,7 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-from eagle3.contract import ROOT, SCRIPTS, STAGE_DIRS, RunDir, StageError, process_start_time
+from eagle3.contract import (
+    ROOT,
+    SCRIPTS,
+    STAGE_DIRS,
+    RunDir,
+    StageError,
+    nearest_existing,
+    process_start_time,
+)
 from eagle3.learned import Seen, current_stages, look, quietly, read_book, read_dict, saved_recipe
 from eagle3.plan import metrics
 from eagle3.sizes import GB, duration, size
@@ -127,9 +134,8 @@ def settings_of(run: RunDir) -> dict[str, str]:
     attempts = attempts_of(run)
     name, _ = saved_recipe(run)
     if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-        name = short(
-            run.path / "recipe.yaml"
-        )  # the run has moved to another machine; its own copy came along
+        # The run has moved to another machine; its own copy came along.
+        name = short(run.path / "recipe.yaml")
     settings = {"RECIPE": name or os.environ.get("RECIPE", "")}
     settings["PROFILE"] = (attempts[-1].get("profile") if attempts else "") or os.environ.get("PROFILE", "")
     last = attempts[-1].get("settings") or {} if attempts else os.environ
@@ -160,7 +166,7 @@ def next_command(run: RunDir, stages: dict[str, dict]) -> str | None:
 def status(run: RunDir, reserve_gb: float = 0.0) -> dict:
     """Everything that `./run_pipeline.sh status` shows, as data."""
     stages = all_stages(run)
-    here = next(p for p in (run.path, *run.path.parents) if p.exists())
+    here = nearest_existing(run.path)
     errors = [a for a in attempts_of(run) if a.get("error") and a.get("stage") in stages]
     last = errors[-1] if errors and stages[errors[-1]["stage"]]["state"] not in ("done", "running") else None
     return {
@@ -226,16 +232,11 @@ def table(found: dict) -> str:
 
 
 def main(argv=None) -> int:
-    from eagle3.cli import load_stage
+    from eagle3.cli import load_stage, tool_parser
 
-    parser = argparse.ArgumentParser(
-        prog="run_pipeline.sh status",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("run_pipeline.sh status", __doc__)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     args = parser.parse_args(argv)
-    args.run_dir, args.recipe, args.set = None, None, []
     try:
         stage = load_stage("01", args)
     except StageError as err:

@@ -61,9 +61,9 @@ def vocabulary(stage: Stage, store, verifier, infos: list) -> vocab.VocabMap:
     counts = vocab.count_answers(store, infos, verifier.vocab_size)
     if stage.recipe.train.init_from:
         folder = draft_folder(stage.recipe.train.init_from)
-        source = next((f for f in (folder / vocab.FILE, folder.parent / vocab.FILE) if f.is_file()), None)
-        if source is None:
-            raise StageError(f"{folder.parent / vocab.FILE} is missing: a draft is of no use without its map")
+        source = vocab.map_file(folder)
+        if not source.is_file():
+            raise StageError(f"{source} is missing: a draft is of no use without its map")
         vocab_map = vocab.load_map(source)
         if len(vocab_map.d2t) != size or len(vocab_map.t2d) != verifier.vocab_size:
             raise ConfigError(
@@ -87,9 +87,9 @@ def make_model(stage: Stage, vocab_map, verifier, attention: str, frozen: torch.
     config = draft.build_config(recipe, verifier, attention)
     if recipe.train.init_from:
         folder = draft_folder(recipe.train.init_from)
-        keys = ("transformer_layer_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", *FLAGS)
+        keys = ("transformer_layer_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
         found, wanted = (
-            {key: json.loads(c.to_json_string()).get(key) for key in keys}
+            {key: json.loads(c.to_json_string()).get(key) for key in (*keys, *FLAGS)}
             for c in (draft.read_config(folder), config)
         )
         if changed := differences(found, wanted):
@@ -154,7 +154,7 @@ def samples(stage: Stage, store, lead: int) -> dict[str, list]:
     if not found["train"]:
         raise StageError(
             f"{store.folder} has no training sample with a supervised token (an answer of two or more): look "
-            " at the counts in 01_prepare/stage.json and 03_hidden/stage.json"
+            "at the counts in 01_prepare/stage.json and 03_hidden/stage.json"
         )
     return found
 
@@ -252,9 +252,8 @@ def make_job(stage: Stage, machine: Machine, model, vocab_map, verifier, identit
 def trainer_config(stage: Stage, machine: Machine, job: Job) -> TrainerConfig:
     """The recipe's train section as speculators' TrainerConfig."""
     settings = stage.recipe.train
-    loss = resolve_loss_config(
-        settings.loss, "eager"
-    )  # the fused ones are Triton, and fail under torch.compile
+    # Eager, because the fused ones are Triton and fail under torch.compile.
+    loss = resolve_loss_config(settings.loss, "eager")
     if machine.cpu and settings.loss == "kl_div":
         loss = {"kl_div": (fastpath.KlLoss(), 1.0)}
     kwargs = {"ttt_steps": settings.ttt_steps, "ttt_step_loss_decay": settings.ttt_decay, "loss_config": loss}

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # Model types that a repository's own code defines on top of one that transformers knows.
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 
+# How a `verifier.model` begins that is no hub id.
+NO_HUB_ID = ("pip:", "script:", "/", ".", "~")
+
 
 def cache_dir() -> Path:
     """Verifiers that are made here (unpacked, generated) lie in $EAGLE3_CACHE, else ~/.cache/eagle3."""

@@ -34,9 +34,8 @@ def vllm_process():
     import torch
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault(
-        "VLLM_CPU_KVCACHE_SPACE", "1"
-    )  # its config wants a size; nothing of it is allocated
+    # Its config wants a size; nothing of it is allocated.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm.distributed import parallel_state as state
 
     cuda = torch.cuda.is_available()

@@ -51,14 +51,6 @@ class VocabMap:
         """sha256 over vocabulary size and kept ids."""
         return hashlib.sha256(f"{len(self.t2d)}:".encode() + self.kept.numpy().tobytes()).hexdigest()
 
-    def draft_ids(self) -> torch.Tensor:
-        """Inverse of `kept`: draft id of each verifier id, int64 [V], -1 where there is none."""
-        import torch
-
-        inverse = torch.full((len(self.t2d),), -1, dtype=torch.long)
-        inverse[self.kept] = torch.arange(len(self.d2t))
-        return inverse
-
 
 def check_map(d2t: torch.Tensor, t2d: torch.Tensor, where: str) -> None:
     """Refuse a map whose two halves are not the offset form of the same set of ids.
@@ -76,8 +68,7 @@ def check_map(d2t: torch.Tensor, t2d: torch.Tensor, where: str) -> None:
     if d2t.ndim != 1 or t2d.ndim != 1 or t2d.dtype != torch.bool or d2t.dtype.is_floating_point:
         raise StageError(
             f"{where}: d2t must be whole numbers [D] and t2d a mask [V]; got {d2t.dtype} {list(d2t.shape)} "
-            "and "
-            f"{t2d.dtype} {list(t2d.shape)}"
+            f"and {t2d.dtype} {list(t2d.shape)}"
         )
     d2t, ids = d2t.long(), t2d.nonzero().flatten()
     size, vocab = len(d2t), len(t2d)
@@ -127,8 +118,7 @@ def count_answers(store: Store, infos: list[SampleInfo], vocab: int) -> dict[str
             bad = ids.min() if ids.min() < 0 else ids.max()
             raise StageError(
                 f"{store.folder / info.shard}: row {info.id} holds token id {int(bad)}, outside the "
-                "verifier's "
-                f"vocabulary of {vocab}; it was tokenized for another model"
+                f"verifier's vocabulary of {vocab}; it was tokenized for another model"
             )
         seen = counts.setdefault(info.domain, np.zeros(vocab, dtype=np.int64))
         seen += np.bincount(ids[info.prompt :], minlength=vocab)
@@ -162,8 +152,7 @@ def choose(counts: dict[str, np.ndarray], size: int | str, floor: float) -> Voca
         raise ConfigError(
             f"draft.vocab_size {size} exceeds the verifier's vocabulary of {vocab}; or say full"
         )
-    # Most frequent first, low ids first among equals: BPE gives common pieces low ids, so fillers are useful
-    # too.
+    # Most frequent first, low ids first among equals: BPE gives common pieces low ids, so fillers are of use.
     order = np.lexsort((np.arange(vocab), -total))
     kept = np.sort(order[:size])
     t2d = torch.zeros(vocab, dtype=torch.bool)
@@ -172,14 +161,12 @@ def choose(counts: dict[str, np.ndarray], size: int | str, floor: float) -> Voca
     vocab_map.coverage = coverage(vocab_map, counts)
     low = {k: v for k, v in vocab_map.coverage["domains"].items() if v < floor}
     if vocab_map.coverage["overall"] < floor or low:
+        worst = "".join(f", {v:.2%} in {k}" for k, v in sorted(low.items(), key=lambda kv: kv[1]))
         need = int(np.searchsorted(np.cumsum(total[order]), floor * total.sum()) + 1)
         raise ConfigError(
             f"draft.vocab_size {size} covers {vocab_map.coverage['overall']:.2%} of {int(total.sum())} "
-            "answer tokens"
-            + "".join(f", {v:.2%} in {k}" for k, v in sorted(low.items(), key=lambda kv: kv[1]))
-            + f"; draft.min_coverage is {floor:.2%}. {need} ids would cover that overall: raise "
-            "draft.vocab_size, or "
-            "lower draft.min_coverage"
+            f"answer tokens{worst}; draft.min_coverage is {floor:.2%}. {need} ids would cover that overall: "
+            "raise draft.vocab_size, or lower draft.min_coverage"
         )
     return vocab_map
 
@@ -230,3 +217,14 @@ def load_map(path: Path) -> VocabMap:
     if metadata.get("fingerprint") not in (None, vocab_map.fingerprint):
         raise StageError(f"{path}: the ids are not the ones its fingerprint was taken of")
     return vocab_map
+
+
+def map_file(checkpoint: Path) -> Path:
+    """Where a checkpoint's vocabulary map lies: in its folder (imported drafts) or beside it (04_train)."""
+    inside = checkpoint / FILE
+    return inside if inside.is_file() else checkpoint.resolve().parent / FILE
+
+
+def find_map(checkpoint: Path) -> VocabMap:
+    """The vocabulary map of a checkpoint, checked."""
+    return load_map(map_file(checkpoint))

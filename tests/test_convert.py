@@ -13,7 +13,7 @@ import toy_drafts
 from conftest import load_stage, make_toy_verifier, run_stage_cmd
 from toy_drafts import FLAGS, YARN, exported, open_toy, toy_checkpoint, toy_draft
 
-from eagle3 import flat, lazy
+from eagle3 import flat, foreign, lazy
 from eagle3.contract import ConfigError, StageError, read_json
 
 WINDOW = {"sliding_window": 8, "layer_types": ("sliding_attention",)}
@@ -113,7 +113,7 @@ def test_24_layer_ids_verbatim_for_vllm_and_in_sglangs_numbering(tmp_path, verif
     assert "eagle_config" not in config
     nested = read_json(folders["sglang"] / "config.json")["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert nested == theirs
-    assert flat.import_draft(folders["sglang"], tmp_path / "back", verifier)["layer_ids"] == list(ids)
+    assert foreign.import_draft(folders["sglang"], tmp_path / "back", verifier)["layer_ids"] == list(ids)
 
 
 def test_36_rope_in_both_spellings_reads_the_same(plain):
@@ -244,14 +244,14 @@ def test_32_only_offsets_pass(tmp_path, plain, verifier, form, message):
     folder = copy(plain, tmp_path)
     edit_tensors(folder, change)
     with pytest.raises(StageError, match=message):
-        flat.import_draft(folder, tmp_path / "back", verifier)
+        foreign.import_draft(folder, tmp_path / "back", verifier)
 
 
 def test_33_reduced_vocabulary_without_its_table_is_refused(tmp_path, plain, verifier):
     folder = copy(plain, tmp_path)
     edit_tensors(folder, lambda t: (t.pop("d2t"), t.pop("t2d")))
     with pytest.raises(StageError, match="draft_vocab_size 16 of 64 without its table"):
-        flat.import_draft(folder, tmp_path / "back", verifier)
+        foreign.import_draft(folder, tmp_path / "back", verifier)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def test_34_flags_are_paired_with_their_weights(tmp_path, verifier, flag, weight
     assert weight in tensors
     edit_config(folders["vllm"], **{flag: ...})
     with pytest.raises(StageError, match=f"{flag} is false but"):
-        flat.import_draft(folders["vllm"], tmp_path / "back", verifier)
+        foreign.import_draft(folders["vllm"], tmp_path / "back", verifier)
     edit_config(folders["vllm"], **{flag: True})
     edit_tensors(folders["vllm"], lambda t: t.pop(weight))
     with pytest.raises(StageError, match=f"{flag} is true but"):
-        flat.import_draft(folders["vllm"], tmp_path / "back", verifier)
+        foreign.import_draft(folders["vllm"], tmp_path / "back", verifier)
 
 
 # --- import -------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_round_trips_are_bit_equal(tmp_path, verifier, change):
     _, folders, _, _ = exported(tmp_path, verifier, draft, train_head=True, with_embeddings=True)
     start, at = folders["sglang"], folders["sglang"]
     for i, form in enumerate(("vllm", "sglang")):
-        flat.import_draft(at, tmp_path / f"c{i}", verifier)
+        foreign.import_draft(at, tmp_path / f"c{i}", verifier)
         read, tensors = flat.open_checkpoint(tmp_path / f"c{i}", verifier)
         assert replace(read, rope=dict(sorted(draft.rope.items()))) == read
         at = tmp_path / f"{form}{i}"
@@ -314,7 +314,7 @@ def eagle_form(tmp_path, verifier, plain, **config):
 
 def test_import_of_eagles_own_form(tmp_path, verifier, plain):
     folder = eagle_form(tmp_path, verifier, plain)
-    meta = flat.import_draft(folder, tmp_path / "out", verifier)
+    meta = foreign.import_draft(folder, tmp_path / "out", verifier)
     draft, tensors = flat.open_checkpoint(tmp_path / "out", verifier)
     assert meta["imported"]["form"] == "sglang" and draft.layer_ids == (
         2,
@@ -342,9 +342,9 @@ def test_import_reads_nested_layer_ids_in_their_own_numbering(
     folder = eagle_form(tmp_path, verifier, plain, **(eagle if nested else {}))
     if result is ConfigError:
         with pytest.raises(ConfigError, match=r"layers \[2, 4, 5\]"):
-            flat.import_draft(folder, tmp_path / "out", verifier, given)
+            foreign.import_draft(folder, tmp_path / "out", verifier, given)
     else:
-        assert flat.import_draft(folder, tmp_path / "out", verifier, given)["layer_ids"] == result
+        assert foreign.import_draft(folder, tmp_path / "out", verifier, given)["layer_ids"] == result
 
 
 def test_import_of_an_older_speculators_checkpoint(tmp_path, verifier):
@@ -367,7 +367,7 @@ def test_import_of_an_older_speculators_checkpoint(tmp_path, verifier):
     maps = load_file(source / "vocab_map.safetensors")
     extra = {"embed_tokens.weight": verifier.embedding(), "verifier_norm.weight": torch.ones(32)}
     save_file({**tensors, **maps, **extra}, old / "model.safetensors")
-    meta = flat.import_draft(old, tmp_path / "out", verifier)
+    meta = foreign.import_draft(old, tmp_path / "out", verifier)
     read, found = flat.open_checkpoint(tmp_path / "out", verifier)
     assert meta["imported"]["form"] == "speculators" and not meta["own_embedding"]
     assert read.rope == dict(sorted(YARN.items()))
@@ -377,7 +377,7 @@ def test_import_of_an_older_speculators_checkpoint(tmp_path, verifier):
 def test_import_keeps_an_embedding_of_its_own(tmp_path, verifier, plain):
     folder = copy(plain, tmp_path)
     edit_tensors(folder, lambda t: t.update({flat.EMBEDDING: verifier.embedding() + 1}))
-    assert flat.import_draft(folder, tmp_path / "out", verifier)["own_embedding"]
+    assert foreign.import_draft(folder, tmp_path / "out", verifier)["own_embedding"]
     draft, tensors = flat.open_checkpoint(tmp_path / "out", verifier)
     assert flat.EMBEDDING in flat.export_tensors(draft, tensors, verifier, with_embeddings=False)
 
@@ -388,7 +388,7 @@ def test_import_drops_identity_maps_of_a_full_vocabulary(tmp_path, verifier):
     _, folders, _, _ = exported(tmp_path, verifier, toy_draft(verifier, draft_vocab_size=64), train_head=True)
     identity = {"d2t": torch.zeros(64, dtype=torch.long), "t2d": torch.ones(64, dtype=torch.bool)}
     edit_tensors(folders["sglang"], lambda t: t.update(identity))  # as SpecForge writes them
-    flat.import_draft(folders["sglang"], tmp_path / "out", verifier)
+    foreign.import_draft(folders["sglang"], tmp_path / "out", verifier)
 
 
 @pytest.mark.parametrize("config, message", [
@@ -414,7 +414,7 @@ def test_contradictory_and_unknown_keys_are_named(tmp_path, verifier, plain, con
     folder = copy(plain, tmp_path)
     edit_config(folder, **config)
     with pytest.raises(StageError, match=message):
-        flat.import_draft(folder, tmp_path / "out", verifier)
+        foreign.import_draft(folder, tmp_path / "out", verifier)
     assert not (tmp_path / "out").exists()
 
 
@@ -422,7 +422,7 @@ def test_import_does_not_overwrite(tmp_path, verifier, plain):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(ConfigError, match="not empty"):
-        flat.import_draft(plain[1]["vllm"], tmp_path / "out", verifier)
+        foreign.import_draft(plain[1]["vllm"], tmp_path / "out", verifier)
 
 
 # --- tensors piecewise --------------------------------------------------------------------------------------
@@ -568,7 +568,7 @@ def test_04_continues_from_an_import_of_its_own_export(tmp_path):
     draft = flat.read_speculators(read_json(tmp_path / "config" / "config.json"), "04")
     _, folders, _, _ = exported(tmp_path, verifier, draft)
     for form in flat.FORMS:
-        flat.import_draft(folders[form], tmp_path / f"from-{form}", verifier)
+        foreign.import_draft(folders[form], tmp_path / f"from-{form}", verifier)
         found, wanted = (
             json.loads(c.to_json_string()) for c in (read_config(tmp_path / f"from-{form}"), config)
         )

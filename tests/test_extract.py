@@ -21,7 +21,8 @@ from states_stub import LAYERS, Stub, default_rows, make_recipe, toy_row, write_
 from eagle3 import extract
 from eagle3.config import load_recipe
 from eagle3.contract import RunDir
-from eagle3.extract import is_looping, row_seed
+from eagle3.extract import row_seed
+from eagle3.looping import is_looping
 from eagle3.server import served_name, staging_candidates
 from eagle3.store import Store
 from eagle3.verifier import open_verifier

@@ -9,7 +9,7 @@ import torch
 from toy_store import token_rows, write_store
 
 from eagle3.contract import ConfigError, StageError
-from eagle3.feed import Feed, Row, diagnose, epoch_order, pairs, plan_steps, rank_rows, usable
+from eagle3.feed import Feed, Row, diagnose, epoch_order, plan_steps, rank_rows, usable
 from eagle3.store import Store
 
 CPU = torch.device("cpu")
@@ -36,6 +36,15 @@ def feed(store, budget=96, row=64, **changes):
     infos, _ = usable(store.select("train"), row, LEAD)
     options = {"static": False, "compact": False, "threads": 2, **changes}
     return Feed(store, infos, budget, row, LEAD, CPU, torch.float32, **options)
+
+
+def pairs(row, store) -> list[tuple[int, int, int]]:
+    """(position, input token, target token) of every pair that adds to the loss at TTT step 0."""
+    found = []
+    for piece in row.pieces:
+        ids = store.token_ids(piece.info)
+        found += [(j, int(ids[j]), int(ids[j + 1])) for j in range(piece.info.prompt, piece.info.states)]
+    return found
 
 
 def test_supervised_pairs_of_one_answer(stores):

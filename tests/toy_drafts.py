@@ -66,7 +66,8 @@ def toy_checkpoint(folder: Path, verifier, draft, seed: int = 0, train_head: boo
     from safetensors.torch import save_file
 
     from eagle3.contract import write_json
-    from eagle3.flat import MAPS, speculators_config, wanted_tensors
+    from eagle3.flat import MAPS, wanted_tensors
+    from eagle3.foreign import speculators_config
     from eagle3.vocab import FILE, VocabMap, save_map
 
     folder.mkdir(parents=True)

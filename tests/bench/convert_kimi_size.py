@@ -85,9 +85,9 @@ def export(folder: Path, with_embeddings: bool) -> None:
 
 
 def take_in(folder: Path) -> None:
-    from eagle3 import flat
+    from eagle3.foreign import import_draft
 
-    flat.import_draft(folder / "sglang", folder / "imported", open_verifier(folder))
+    import_draft(folder / "sglang", folder / "imported", open_verifier(folder))
 
 
 def run_gate(folder: Path) -> dict:

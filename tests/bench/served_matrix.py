@@ -82,14 +82,14 @@ def train(verifier, model, checkpoint: Path, texts: list[tuple[list[int], int]],
     from safetensors.torch import save_file
     from speculators.losses import resolve_loss_config
 
-    from eagle3.draft import trainable_names
+    from eagle3.checkpoint import trainable
     from eagle3.parity import load_reference, verifier_states
 
     net = load_reference(checkpoint, verifier, "cpu")
     names = [n for n, _ in net.named_parameters() if not n.startswith(("embed", "verifier", "lm_head"))]
     for name in names:
         net.get_parameter(name).requires_grad_(True)
-    assert names == trainable_names(net)
+    assert names == list(trainable(net))
     optimizer = torch.optim.AdamW([net.get_parameter(n) for n in names], lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     loss_config = resolve_loss_config("kl_div", "eager")
