@@ -14,16 +14,16 @@ next batch. How it is set up: eagle3/training.py; the loop: eagle3/trainer.py; t
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 from pathlib import Path
 
-from eagle3.checkpoint import Checkpoints, draft_folder
-from eagle3.cli import Stage, run_stage, stage_parser
+from eagle3.checkpoint import Checkpoints, draft_folder, step_name
+from eagle3.cli import Stage, fraction, run_stage, stage_parser
 from eagle3.contract import ConfigError, Interrupted, read_json
 from eagle3.record import StageRecord, file_sha256, files_of
+from eagle3.vocab import FILE as MAP_FILE
 
 log = logging.getLogger("eagle3")
 
@@ -46,14 +46,6 @@ def parser():
         help="train on the K-th of N windows that 03 --round extracted",
     )
     return p
-
-
-def fraction(text: str) -> tuple[int, int]:
-    """ "2/4" -> (2, 4)."""
-    k, _, n = text.partition("/")
-    if not (k.isdigit() and n.isdigit() and 1 <= int(k) <= int(n)):
-        raise argparse.ArgumentTypeError(f"{text!r}: write K/N with 1 <= K <= N")
-    return int(k), int(n)
 
 
 def main(argv=None) -> int:
@@ -188,7 +180,7 @@ def made_here(folder: Path) -> list[Path]:
         "step-*",
         ".step-*.tmp",
         "best",
-        "vocab_map.safetensors",
+        MAP_FILE,
         "metrics.jsonl",
         "curve.png",
         "logger",
@@ -249,9 +241,9 @@ def finish(record: StageRecord, folder: Path, trainer, heldout: dict) -> None:
 
     draw_curve(folder / "metrics.jsonl", folder / "curve.png")
     best, val = trainer.at.best_step, trainer.at.val
-    name = f"step-{best:06d}"
+    name = step_name(best)
     outputs = {
-        "vocab_map.safetensors": {"sha256": file_sha256(folder / "vocab_map.safetensors")},
+        MAP_FILE: {"sha256": file_sha256(folder / MAP_FILE)},
         "metrics.jsonl": {},
         "curve.png": {},
         f"{name}/config.json": {"sha256": file_sha256(folder / name / "config.json")},
