@@ -132,7 +132,7 @@ def write_data(b: Bench, form: str, folder: str | None = None, samples: int | No
     if form == "stock":
         write_stock(b, target)
         return
-    from eagle3.store import StoreWriter
+    from eagle3.store_writer import StoreWriter
 
     target.mkdir(parents=True, exist_ok=True)
     writer = StoreWriter(target, "1of1", [*LAYERS, 61], b.size["hidden"], form, 2_000_000_000)
