@@ -173,7 +173,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """A whole copy on the CPU; a sharded tensor is gathered (every rank must call this in the same order)."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
-    return tensor.detach().cpu().clone()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def put(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -218,10 +218,13 @@ def load_optimizer_state(
             group.update(values)
             for p in group["params"]:
                 if (name := names.get(p)) in entry["state"]:
+                    # AdamW's step counter is a scalar, on the device only where the update is fused.
                     optimizer.state[p] = {
-                        k: put(p, v) if isinstance(v, torch.Tensor) and v.ndim else v
+                        k: put(p, v) if isinstance(v, torch.Tensor) and v.ndim
+                        else v.to(p.device) if isinstance(v, torch.Tensor) and group.get("fused")
+                        else v
                         for k, v in entry["state"][name].items()
-                    }
+                    }  # fmt: skip
 
 
 def load_weights(model: torch.nn.Module, folder: Path) -> None:

@@ -323,8 +323,10 @@ class Gate:
         with self._changed:
             while self.requests >= int(self.limit) or (self.bytes and self.bytes + size > self.budget):
                 if self._stop.is_set():
-                    raise Stopped
+                    break
                 self._changed.wait(0.2)
+            if self._stop.is_set():
+                raise Stopped
             self.requests += 1
             self.bytes += size
 

@@ -307,6 +307,7 @@ class Work:
             log.warning("row %s failed: %s", row.id, err)
             self._streak += 1
             if self._streak >= FAILURE_STREAK:
+                self.stop.set()  # here, so that no other thread asks for one more row meanwhile
                 raise StageError(
                     f"{self._streak} rows in a row failed, the last: {err}; see {self._failures.name}"
                 )

@@ -170,8 +170,13 @@ class DraftTrainer(Trainer):
     # -- set-up
 
     def setup_optimizer(self) -> None:
-        """Speculators' optimizers and schedules; warm-up before a constant rate is ours."""
+        """Speculators' optimizers and schedules; the fused AdamW and warm-up before a constant rate are ours."""
         super().setup_optimizer()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.AdamW):
+                # One pass over the moments: 7 instead of 17 ms a step at Kimi size on an H200 (notes/gpu.md).
+                for group in optimizer.param_groups:
+                    group["fused"] = True
         if self.job.constant:
             self.schedulers = [
                 get_constant_schedule_with_warmup(opt, self.job.warmup_steps) for opt in self.optimizers
