@@ -49,8 +49,8 @@ SIZES = {
         "hidden": 576, "vocab": 49152, "draft_vocab": 8192, "seen": 12000, "heads": 9, "kv": 3,
         "head_dim": 64,
         "inner": 1536, "rope": {"rope_type": "default", "rope_theta": 100000.0}, "limit": 8192,
-        "tokens_per_step": 2048,
-        "row": 1024, "tokens": 140, "prompt": 40, "samples": 64, "steps": 4, "threads": 1,
+        "tokens_per_step": 512,
+        "row": 512, "tokens": 140, "prompt": 40, "samples": 64, "steps": 12, "threads": 1,
     },
 }  # fmt: skip
 LAYERS = [2, 30, 58]
@@ -390,21 +390,6 @@ def parts_of_a_step(b: Bench, trainer, feed) -> dict:
     return {f"{key}_ms": round(value, 1) for key, value in marks.items()}
 
 
-@contextmanager
-def fused_adamw(trainer):
-    """An optimizer whose update is one kernel, in the place of the trainer's own."""
-    from torch.optim import AdamW
-
-    own = trainer.optimizers, trainer.schedulers
-    (group,) = own[0][0].param_groups
-    params = [p for p in group["params"] if p.requires_grad]
-    trainer.optimizers, trainer.schedulers = [AdamW(params, lr=group["lr"], weight_decay=0.0, fused=True)], []
-    try:
-        yield
-    finally:
-        trainer.optimizers, trainer.schedulers = own
-
-
 def without_extras(_model, args, kwargs):
     """Drops what the stock collator adds and the model ignores: it would be compiled a second time."""
     return args, {k: v for k, v in kwargs.items() if k != "error_records"}
@@ -572,13 +557,6 @@ def measure(b: Bench, parts: SimpleNamespace) -> None:
         with b.phase("ceiling again"):
             b.out["ceiling"]["again"] = ceiling(b, trainer, parts.resident, 8)["tokens_per_s"]
 
-    def fused():
-        with b.phase("fused optimizer", needs=10), fused_adamw(trainer):
-            found = b.out["fused_adamw"] = {"ceiling": ceiling(b, trainer, parts.resident, 12)}
-            found["parts"] = parts_of_a_step(b, trainer, parts.resident)
-            found["ours_bf16_warm"] = timed_steps(b, trainer, feeds["bf16"], 12)
-            b.say(f"fused: {found}")
-
     def stock(workers: int):
         with b.phase(f"stock {workers} workers", needs=50):
             loss = trainer.config.train_call_kwargs["loss_config"]
@@ -602,7 +580,6 @@ def measure(b: Bench, parts: SimpleNamespace) -> None:
     quiet(lambda: ours("fp8", "warm", 12))
     if b.world == 1:
         quiet(ceiling_again)
-        quiet(fused)
         quiet(lambda: stock(6))
         quiet(save)
     quiet(lambda: ours("bf16", "cold", 20))
