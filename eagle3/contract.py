@@ -137,6 +137,11 @@ def read_json(path: Path) -> Any:
         raise StageError(f"{path} is not valid JSON ({err}); delete it to redo its stage") from None
 
 
+def usable_cores() -> int:
+    """Cores that this process may use: fewer than the machine's under taskset or in a container."""
+    return len(os.sched_getaffinity(0))
+
+
 def nearest_existing(path: Path) -> Path:
     """The path itself or the closest folder above it that is there (to ask for free space)."""
     return next(p for p in (path, *path.parents) if p.exists())

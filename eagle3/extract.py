@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from eagle3.contract import StageError
+from eagle3.contract import StageError, usable_cores
 from eagle3.looping import is_looping
 from eagle3.store import CHUNK_BYTES, input_digest, pread_into
 from eagle3.store_writer import StoreWriter, disk_full
@@ -532,7 +532,7 @@ class Extractor:
         self.stop, self.range = client.stop, LayerRange(layers)
         self.proofs = proofs
         # Reading, checking and converting is CPU work: more of it at once than cores only costs memory.
-        self._readers = threading.Semaphore(max(1, min(8, (os.cpu_count() or 2) - 1)))
+        self._readers = threading.Semaphore(max(1, min(8, usable_cores() - 1)))
 
     def token_bytes(self) -> int:
         """Staged bytes of one token: every served layer in bf16."""

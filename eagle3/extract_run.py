@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3.contract import Interrupted, StageError, fsync_dir, nearest_existing
+from eagle3.contract import Interrupted, StageError, fsync_dir, nearest_existing, usable_cores
 from eagle3.extract import (
     FAILURE_STREAK,
     Client,
@@ -181,7 +181,7 @@ class Work:
         stage, states = self.stage, self.stage.recipe.states
         prover = Prover(
             self.verifier, proofs, states.proof_rows, lambda ids, prompt: ask_again(client, ids, prompt,
-            roots), threads=max(1, (os.cpu_count() or 1) // 2),
+            roots), threads=max(1, usable_cores() // 2),
         )  # fmt: skip
         return StoreWriter(
             stage.run.hidden, self.part, self.verifier.served_layers, self.verifier.hidden_size, states.dtype,

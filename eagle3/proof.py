@@ -26,9 +26,12 @@ log = logging.getLogger("eagle3")
 
 # Positions looked at per row: a row's states are written in one go, so more would say little more.
 POSITIONS = 16
-# Work over the whole vocabulary in a run (64 rows: SmolLM2 6e10, Kimi 2e12 flops): when it is used up, shards
+# Work over the whole vocabulary in a run (64 rows: SmolLM2 1e11, Kimi 5e12 flops): when it is used up, shards
 # are proved by the differences between the likeliest tokens, which told wrong layers as well in every trial.
-FULL_FLOPS = 5e11
+# With 5e11 the first eight shards at Kimi's width took four seconds each, and everything waited for them.
+FULL_FLOPS = 2e11
+# What reading and widening the head costs, in flops per weight.
+HEAD_READ = 40.0
 # Head rows multiplied at once: 4,096 x 7,168 in float32 is 117 MB.
 SLICE = 4096
 
@@ -150,46 +153,57 @@ class Evidence:
     said: torch.Tensor  # [P, k]
 
 
-def compare(head: Head, states: list, evidence: list[Evidence], gap: float, spread: float | None = None):
-    """Compare states with the server's log-probabilities.
+@dataclass
+class Verdict:
+    """All rows, the worst one, and the mean standard deviation of the logits."""
+
+    found: Comparison
+    row: str
+    worst: Comparison
+    spread: float
+
+
+def compare(head: Head, evidence: list[Evidence], gap: float, spread: float | None) -> list[Verdict]:
+    """Compare states with the server's log-probabilities: the final ones, and the control.
 
     Args:
-        states: per row [P, H], un-normed.
-        evidence: the same rows.
         gap: lead of the server's best token, in spreads, from which the top token must agree.
         spread: standard deviation of logits if it is known: then only differences between the k tokens are
             compared, which takes k head rows a position; None: the whole vocabulary.
-
-    Returns:
-        (a Comparison of all rows, the row with the worst one, its Comparison, mean spread)
     """
     import torch
 
-    x = head.normed(torch.cat(states))
     tokens, said = torch.cat([e.tokens for e in evidence]), torch.cat([e.said for e in evidence])
+    # Both at once: reading the head costs more than multiplying with it.
+    x = head.normed(torch.cat([e.final for e in evidence] + [e.control for e in evidence]))
+    twice = torch.cat([tokens, tokens])
     if spread is None:
-        here, top, spreads = head.full(x, tokens)
-        off = (here - said).abs()
+        here, top, spreads = head.full(x, twice)
+        off = (here - torch.cat([said, said])).abs()
     else:
-        here, spreads = head.few(x, tokens), torch.full((len(x),), spread)
-        top = tokens.gather(1, here.argmax(-1, keepdim=True))[:, 0]
-        off = ((here - here.mean(-1, keepdim=True)) - (said - said.mean(-1, keepdim=True))).abs()
+        here, spreads = head.few(x, twice), torch.full((len(x),), spread)
+        top = twice.gather(1, here.argmax(-1, keepdim=True))[:, 0]
+        off = here - here.mean(-1, keepdim=True)
+        off = (off - torch.cat([said - said.mean(-1, keepdim=True)] * 2)).abs()
     # A spread of zero comes from states that are all alike; nothing agrees with the server then.
     off = (off / spreads[:, None]).nan_to_num(1e9, posinf=1e9)
-    clear = (said[:, 0] - said[:, 1]) >= gap * spreads
-    wrong = clear & (top != tokens[:, 0])
-
-    def summary(part: slice) -> Comparison:
-        flat = off[part].flatten()
-        checked = int(clear[part].sum())
-        return Comparison(
-            float(flat.median()), float(flat.quantile(0.99)), int(wrong[part].sum()), checked, len(off[part])
-        )
-
+    lead = said[:, 0] - said[:, 1]
     ends = torch.tensor([len(e.tokens) for e in evidence]).cumsum(0).tolist()
-    rows = [summary(slice(end - len(e.tokens), end)) for end, e in zip(ends, evidence, strict=True)]
-    worst = max(range(len(rows)), key=lambda i: (rows[i].top1_wrong, rows[i].median))
-    return summary(slice(None)), evidence[worst].row, rows[worst], float(spreads.mean())
+
+    def verdict(part: slice) -> Verdict:
+        mine, clear = off[part], lead >= gap * spreads[part]
+        wrong = clear & (top[part] != tokens[:, 0])
+
+        def summary(rows: slice) -> Comparison:
+            flat, checked = mine[rows].flatten(), int(clear[rows].sum())
+            middle, high = float(flat.median()), float(flat.quantile(0.99))
+            return Comparison(middle, high, int(wrong[rows].sum()), checked, len(mine[rows]))
+
+        rows = [summary(slice(end - len(e.tokens), end)) for end, e in zip(ends, evidence, strict=True)]
+        worst = max(range(len(rows)), key=lambda i: (rows[i].top1_wrong, rows[i].median))
+        return Verdict(summary(slice(None)), evidence[worst].row, rows[worst], float(spreads[part].mean()))
+
+    return [verdict(slice(None, len(tokens))), verdict(slice(len(tokens), None))]
 
 
 class Prover:
@@ -229,32 +243,34 @@ class Prover:
             info = min(shard.samples, key=lambda s: s.tokens)
             chosen = [(info, self.ask(store.token_ids(info).tolist(), info.prompt))]
         parts = [self._evidence(store, info, said) for info, said in chosen]
-        work = 2.0 * sum(len(e.tokens) for e in parts) * self.head.shape[0] * self.head.shape[1]
+        weights = self.head.shape[0] * self.head.shape[1]
+        work = weights * (4.0 * sum(len(e.tokens) for e in parts) + HEAD_READ)
         full = self.spread is None or (self.done < self.rows and self.flops + work <= FULL_FLOPS)
         self.done, self.flops = self.done + len(chosen), self.flops + work * full
-        bounds, path, spread = BOUNDS[store.dtype], store.folder / shard.name, None if full else self.spread
-        found, row, worst, measured = compare(self.head, [e.final for e in parts], parts, bounds.gap, spread)
+        bounds, path = BOUNDS[store.dtype], store.folder / shard.name
+        final, control = compare(self.head, parts, bounds.gap, None if full else self.spread)
         if full:
-            self.spread = measured
-        if not worst.passes(bounds):
+            self.spread = final.spread
+        if not final.worst.passes(bounds):
             raise StageError(
                 f"state proof failed for {path}: final norm and head over the stored states of layer "
-                f"{store.layers[-1]} do not give the server's log-probabilities; worst row {row}: {worst}; "
-                f"allowed: median {bounds.median}, p99 {bounds.p99}. Likely causes: the last layer id is off "
-                "by one, states of requests are swapped, or the server wrote zeros. The shard was removed"
+                f"{store.layers[-1]} do not give the server's log-probabilities; worst row {final.row}: "
+                f"{final.worst}; allowed: median {bounds.median}, p99 {bounds.p99}. Likely causes: the last "
+                "layer id is off by one, states of requests are swapped, or the server wrote zeros. The "
+                "shard was removed"
             )
-        other = compare(self.head, [e.control for e in parts], parts, bounds.gap, spread)[0]
-        if other.passes(bounds):
+        if control.found.passes(bounds):
             raise StageError(
-                f"state proof of {path} proves nothing: layer {store.layers[-2]} passes it too ({other}), so "
-                f"it and layer {store.layers[-1]} are the same. The shard was removed"
+                f"state proof of {path} proves nothing: layer {store.layers[-2]} passes it too "
+                f"({control.found}), so it and layer {store.layers[-1]} are the same. The shard was removed"
             )
+        found, worst = final.found, final.worst
         log.info("%s proved by %d rows: %s", shard.name, len(chosen), found)
         return {
             "rows": len(chosen), "positions": found.positions, "median": round(found.median, 4),
             "p99": round(found.p99, 4), "worst_row_median": round(worst.median, 4),
             "top1_checked": found.top1_checked, "vocabulary": "all" if full else "few",
-            "control_median": round(other.median, 4),
+            "control_median": round(control.found.median, 4),
         }  # fmt: skip
 
     def _evidence(self, store: Store, info: SampleInfo, said: dict) -> Evidence:

@@ -43,6 +43,8 @@ log = logging.getLogger("eagle3")
 PROBE = "The verifier's tokenizer, probed: 12,345 tokens; naïve café — 你好, world!\n\tdef f(x): return x**2"
 
 LAUNCHER = ROOT / "02_launch_verifier.sh"
+# "SomeError: what happened", at the end of a traceback, with or without a logger's prefix.
+EXCEPTION = re.compile(r"(^|[ \].])[A-Z]\w*(Error|Exception): \S")
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|No available memory for the cache blocks|KV cache.*larger than"
 )
@@ -266,13 +268,18 @@ def port_busy(host: str, port: int) -> bool:
 
 
 def tail(path: Path, lines: int = 15) -> str:
-    """Last lines of a log, without progress-bar leftovers."""
+    """Last lines of a log, without progress-bar leftovers; before them the first error, if it is further up.
+
+    An engine that fails is buried under the refusals and the shutdown that follow.
+    """
     try:
-        text = path.read_bytes()[-20_000:].decode(errors="replace")
+        text = path.read_bytes()[-500_000:].decode(errors="replace")
     except OSError:
         return "(no log)"
-    kept = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
-    return "\n".join([line for line in kept if line][-lines:])
+    kept = [line for line in (part.rpartition("\r")[2].rstrip() for part in text.splitlines()) if line]
+    end = kept[-lines:]
+    error = next((line for line in kept[:-lines] if EXCEPTION.search(line)), None)
+    return "\n".join([f"first error: {error}", "..."] * (error is not None) + end)
 
 
 def _die_with_parent() -> None:

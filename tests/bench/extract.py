@@ -16,11 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +84,6 @@ def result_of(run_dir: Path) -> dict:
 
 def cpu(args) -> dict:
     from eagle3.config import load_recipe
-    from eagle3.server import served_name
     from eagle3.verifier import open_verifier
 
     work = Path(args.work)
@@ -108,7 +111,7 @@ def cpu(args) -> dict:
     mine = {**result_of(ours), "seconds_with_load": seconds}
     say(f"ours: {seconds:.1f} s with the server's load, {mine['seconds']:.1f} s without")
 
-    theirs = reference(work, chats, served_name(verifier), verifier.path, limit, common, server)
+    theirs = reference(work, chats, verifier.path, limit, common)
     ratio = theirs["seconds_with_load"] / seconds
     return {
         "bench": "extract-cpu", "prompts": len(rows), "ours": mine, "reference": theirs,
@@ -116,41 +119,88 @@ def cpu(args) -> dict:
     }  # fmt: skip
 
 
-def reference(work: Path, chats, model: str, verifier: Path, limit: int, common: dict, server: list) -> dict:
+@contextmanager
+def stock_server(mode: str, log: Path, env: dict, name: str) -> Iterator[None]:
+    """Our server's arguments, but serving under the model's path: speculators loads a tokenizer by it."""
+    env = {**os.environ, **{k: str(v) for k, v in env.items()}}
+
+    def ask(*what: str) -> str:
+        return subprocess.run(
+            [sys.executable, *what], env=env, cwd=ROOT, stdout=-1, text=True, check=True
+        ).stdout
+
+    settings = dict(line.partition("=")[::2] for line in shlex.split(ask("-m", "eagle3.config", "env")))
+    flags = ask("-m", "eagle3.server", "args", mode).split("\0")[:-1]
+    flags[flags.index("--served-model-name") + 1] = name
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    with open(log, "a") as out:
+        server = subprocess.Popen(
+            command, env={**env, **settings, "PYTHONPATH": str(ROOT)}, stdout=out, stderr=out, cwd=ROOT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        while not answers_health():
+            if server.poll() is not None:
+                raise SystemExit(f"the server died\n{log.read_text()[-6000:]}")
+            time.sleep(0.5)
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def answers_health() -> bool:
+    import requests
+
+    try:
+        return requests.get(f"http://127.0.0.1:{PORT}/health", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def reference(work: Path, chats, verifier: Path, limit: int, common: dict) -> dict:
     """speculators' regenerate-responses and generate-offline-data, each with its own server."""
-    spec = [sys.executable, "-m", "speculators"]
+    spec, name = [sys.executable, "-m", "speculators"], str(verifier)
     data = work / "chats.jsonl"
     data.write_text("".join(json.dumps({"id": c["id"], "messages": c["messages"]}) + "\n" for c in chats))
-    url = f"http://127.0.0.1:{PORT}/v1"
-    log, found = work / "reference.log", {}
+    url, env = f"http://127.0.0.1:{PORT}/v1", {**common, "RUN_DIR": work / "theirs"}
+    log, served, found = work / "reference.log", work / "reference-server.log", {}
+    answers, prepared, states = work / "answers.jsonl", work / "prepared", work / "states"
 
-    def regenerate(out: Path) -> list:
-        return [
-            *spec, "regenerate-responses", "--endpoint", f"{url}/chat/completions", "--model", model,
-            "--dataset", data, "--max-tokens", limit, "--concurrency", 32, "--outfile", out,
-            "--sampling-params", '{"temperature": 0}',
-        ]  # fmt: skip
-
-    def offline(prepared: Path, out: Path) -> list:
-        return [
-            *spec, "generate-offline-data", "--model", verifier, "--endpoint", url, "--preprocessed-data",
-            prepared, "--output", out, "--concurrency", 16, "--validate-outputs", "--fail-on-error",
-        ]  # fmt: skip
-
-    answers, prepared = work / "answers.jsonl", work / "prepared"
-    run_dir = work / "theirs"
-    found["regenerate_seconds"] = run(
-        [*server, "serve", "--", *regenerate(answers)], log, RUN_DIR=run_dir, **common
-    )
+    began = time.time()
+    with stock_server("serve", served, env, name):
+        found["regenerate_load_seconds"] = time.time() - began
+        run(
+            [*spec, "regenerate-responses", "--endpoint", f"{url}/chat/completions", "--model", name,
+             "--dataset", data, "--max-tokens", limit, "--concurrency", 96, "--outfile", answers,
+             "--sampling-params", '{"temperature": 0}'],
+            log,
+        )  # fmt: skip
+    found["regenerate_seconds"] = time.time() - began
     found["prepare_seconds"] = run(
-        [*spec, "prepare-data", "--model", verifier, "--data", answers, "--output", prepared,
-         "--seq-length", 512],
+        [
+            *spec,
+            "prepare-data",
+            "--model",
+            name,
+            "--data",
+            answers,
+            "--output",
+            prepared,
+            "--seq-length",
+            512,
+        ],
         log,
-    )  # fmt: skip
-    states = work / "states"
-    found["offline_seconds"] = run(
-        [*server, "extract", "--", *offline(prepared, states)], log, RUN_DIR=run_dir, **common
     )
+    began = time.time()
+    with stock_server("extract", served, env, name):
+        found["offline_load_seconds"] = time.time() - began
+        run(
+            [*spec, "generate-offline-data", "--model", name, "--endpoint", url,
+             "--preprocessed-data", prepared, "--output", states, "--concurrency", 32, "--validate-outputs", "--fail-on-error"],
+            log,
+        )  # fmt: skip
+    found["offline_seconds"] = time.time() - began
     files = list(states.rglob("*.safetensors"))
     found["bytes"], found["files_per_sample"] = sum(p.stat().st_size for p in files), len(files) / len(chats)
     found["tokens"] = sum(tokens_of(p) for p in files)
@@ -171,8 +221,8 @@ def crossover(mine: dict, theirs: dict, prompts: int) -> dict:
     Two passes pay a second load, two more start-ups and a prefill of everything; one pass pays a slower step.
     """
     load = mine["seconds_with_load"] - mine["seconds"]
-    generate = max(0.0, theirs["regenerate_seconds"] - load)
-    prefill = max(0.0, theirs["offline_seconds"] - load)
+    generate = theirs["regenerate_seconds"] - theirs["regenerate_load_seconds"]
+    prefill = theirs["offline_seconds"] - theirs["offline_load_seconds"]
     answers = mine["answer_tokens"]
     slower = (mine["seconds"] - generate - prefill) / answers
     found = {"load_seconds": round(load, 1), "one_pass_seconds": round(mine["seconds"], 1)}

@@ -128,7 +128,8 @@ def inner(args) -> int:
         # Importing and asking the server takes seconds in which there is nothing to lose; count from then.
         while process.poll() is None and count_starts(run_dir) == begun:
             time.sleep(0.05)
-        wait = rng.uniform(0.0, 3.0 + 1.5 * seconds / args.kills)
+        # A shard is sealed a few seconds after the first answers: kills before, while and after that.
+        wait = rng.uniform(0.0, 8.0 + 1.5 * seconds / args.kills)
         try:
             process.wait(wait)
             if process.returncode == 0:
@@ -176,7 +177,11 @@ def outer(args) -> int:
         "VERIFIER_PORT": PORT,
     }
     # Small shards, so that a kill finds sealed, open and half-sealed ones.
-    env |= {"SAMPLES": "", "RECIPE_SET": f"answers.max_tokens={args.answer} states.shard_bytes=2000000"}
+    env |= {
+        "EXTRACT_REQUESTS": "8",
+        "SAMPLES": "",
+        "RECIPE_SET": f"answers.max_tokens={args.answer} states.shard_bytes=2000000",
+    }
     command = [
         sys.executable,
         "-m",
