@@ -197,7 +197,8 @@ def reference(work: Path, chats, verifier: Path, limit: int, common: dict) -> di
         found["offline_load_seconds"] = time.time() - began
         run(
             [*spec, "generate-offline-data", "--model", name, "--endpoint", url,
-             "--preprocessed-data", prepared, "--output", states, "--concurrency", 32, "--validate-outputs", "--fail-on-error"],
+             "--preprocessed-data", prepared, "--output", states, "--concurrency", 32,
+             "--validate-outputs", "--fail-on-error"],
             log,
         )  # fmt: skip
     found["offline_seconds"] = time.time() - began
