@@ -5,7 +5,8 @@ Speculators' model stays as it is; three of its openings are used.
 - Attention: in a packed row a position attends to its own document only, and from the second TTT step on to
   itself in the later steps. "document_sdpa", registered with transformers, computes just that, where dense
   masks make every position look at `TTT steps x row` others.
-- Head: a pre-hook hands the head only the positions that the loss looks at (feed.py, `head_rows`).
+- Layers: hooks hand the head, and what of the layer nobody looks at elsewhere, only the positions that the
+  loss looks at (feed.py, `head_rows`).
 - Loss: KL divergence whose gradient is written down (softmax(draft) - target) instead of traced through five
   passes over [positions, draft vocabulary].
 """
@@ -125,12 +126,52 @@ class KlLoss:
         return _Kl.apply(logits, self._p[:, first:], self._entropy[:, first:])
 
 
-class HeadRows:
-    """Pre-hook of `lm_head`: only the chosen positions reach it. `rows` is int64 [S], or None for all."""
+class AnswerRows:
+    """The draft computes only what the loss looks at: answers, not prompts.
 
-    def __init__(self, head: torch.nn.Module):
-        self.rows: torch.Tensor | None = None
-        head.register_forward_pre_hook(self._select)
+    Nobody needs a prompt position's prediction, only its key and value, and those at the first TTT step:
+    later steps are seen by their own position alone. So the head and, in a draft of one layer, query, output,
+    MLP and (from the second step on) key and value get the chosen positions; elsewhere their output is zero.
 
-    def _select(self, _module, args):
-        return None if self.rows is None else (args[0].index_select(1, self.rows),)
+    Attributes:
+        rows: int64 [S], the chosen positions (Batch.head_rows), or None for all; to be set before each
+            forward pass.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.rows = None
+        model.lm_head.register_forward_pre_hook(self._select)
+        if len(model.layers) > 1:
+            return
+        attention = model.layers[0].self_attn
+        for module in (attention.q_proj, attention.o_proj, model.layers[0].mlp):
+            self._narrow(module, first_step=0)
+        for module in (attention.k_proj, attention.v_proj):
+            self._narrow(module, first_step=1)
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: torch.Tensor | None) -> None:
+        self._rows, self._step = rows, 0
+
+    def _select(self, _head, args):
+        self._step += 1  # the head ends a TTT step
+        return None if self._rows is None else (args[0].index_select(1, self._rows),)
+
+    def _narrow(self, module: torch.nn.Module, first_step: int) -> None:
+        def before(_module, args):
+            if self._rows is None or self._step < first_step:
+                return None
+            self._length = args[0].shape[1]
+            return (args[0].index_select(1, self._rows),)
+
+        def after(_module, _args, out):
+            if self._rows is None or self._step < first_step:
+                return None
+            return out.new_zeros(1, self._length, out.shape[2]).index_copy(1, self._rows, out)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)

@@ -75,7 +75,7 @@ class Job:
         checkpoint_seconds, checkpoint_steps: when to save.
         chain: drafted tokens that the expected acceptance length counts. steps: TTT steps of validation.
         autocast: bf16 autocast. documents: the attention wants document ranges (fastpath.py).
-        hook: pre-hook of the head (fastpath.HeadRows), or None.
+        hook: hooks of the draft (fastpath.AnswerRows), or None.
     """
 
     folder: Path

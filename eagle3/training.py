@@ -245,7 +245,7 @@ def make_job(stage: Stage, machine: Machine, model, vocab_map, verifier, identit
         checkpoint_steps=settings.checkpoint_steps,
         autocast=machine.autocast,
         documents=machine.cpu,
-        hook=fastpath.HeadRows(model.lm_head) if machine.cpu else None,
+        hook=fastpath.AnswerRows(model) if machine.cpu else None,
     )
 
 

@@ -163,7 +163,7 @@ def test_fast_path_gives_speculators_own_loss_and_gradients(template, flags):
         assert len(batch.row.pieces) > 3
         extra = {"loss_config": resolve_loss_config("kl_div", "eager")}
         if attention == "document_sdpa":
-            fastpath.HeadRows(model.lm_head).rows = batch.head_rows
+            fastpath.AnswerRows(model).rows = batch.head_rows
             extra = {
                 "loss_config": {"kl_div": (fastpath.KlLoss(), 1.0)},
                 "documents": tuple((p.start, p.end) for p in batch.row.pieces),

@@ -637,7 +637,7 @@ def run_cpu(b: Bench) -> None:
     b.out["threads"] = torch.get_num_threads()
     with b.phase("ours"):
         model, vocab_map, head = make_model(b, fastpath.ATTENTION, torch.float32)
-        hook = fastpath.HeadRows(model.lm_head)
+        hook = fastpath.AnswerRows(model)
         for dtype in ("bf16", "fp8"):
             feed = make_feed(b, dtype, False, True)
             trainer = make_trainer(b, model, vocab_map, head, feed, False, True, hook)

@@ -229,7 +229,7 @@ class Stock:
         trainer = self.base.trainer()
         trainer.model = trainer.inner = model
         trainer.kept = self.vocab_map.kept
-        trainer.job.hook = fastpath.HeadRows(model.lm_head)
+        trainer.job.hook = fastpath.AnswerRows(model)
         found = summary(trainer.evaluate(trainer.heldout, trainer.job.val_steps, walk=True))
         assert stage.recipe.evaluate.num_speculative_tokens == trainer.job.chain
         return {**found, "steps": steps, "epochs": epochs, "tokens_per_s": round(tokens / per_step, 1)}
