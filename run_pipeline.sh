@@ -71,7 +71,7 @@ stage() {
     [[ $DRY_RUN != 1 ]] || return 0
     run "$@" || code=$?
     if (( code == 2 )); then
-        echo "[$n] refused these settings: status 2, nothing was spent" >&2; exit 2
+        echo "[$n] refused these settings: status 2" >&2; exit 2
     elif (( code != 0 )); then
         echo "[$n] failed with status $code after $(( SECONDS - start )) s; continue with the same command (only what is missing is redone)" >&2; exit "$code"
     fi

@@ -70,7 +70,8 @@ def build_config(recipe: Recipe, verifier: Verifier, attention: str = "sdpa") ->
     """The draft's config: geometry and flags from recipe.draft, rope and position limit from the verifier.
 
     Args:
-        attention: "sdpa" (dense masks, any device) or "simple_flex_attention" (block masks, GPU).
+        attention: "sdpa" (dense masks, any device), "simple_flex_attention" (block masks, GPU) or
+            fastpath.ATTENTION (document by document, CPU).
 
     Raises:
         ConfigError: the verifier scales or caps its logits, which the training target does not reproduce.
@@ -316,6 +317,22 @@ def load_trainable(model: Eagle3DraftModel, folder: Path) -> None:
                 )
             else:
                 head.copy_(tensors["lm_head.weight"])
+
+
+def own_tensors(model: Eagle3DraftModel, folder: Path) -> list[str]:
+    """Names of embedding and head of a checkpoint that differ from the frozen ones of a draft."""
+    import torch
+    from safetensors import safe_open
+
+    frozen = {
+        "embed_tokens.weight": model.embed_tokens.weight,
+        "lm_head.weight": model.verifier_lm_head.weight,
+    }
+    with safe_open(folder / "model.safetensors", "pt") as f:
+        return [
+            name for name in sorted(frozen.keys() & set(f.keys()))
+            if not torch.equal(f.get_tensor(name).to(frozen[name].dtype), frozen[name])
+        ]  # fmt: skip
 
 
 def load_draft(

@@ -490,14 +490,19 @@ def parse_answer(reply: dict, prompt: list[int], given: list[int] | None) -> Ans
     if given is None and seen not in (None, prompt):
         raise RowFailed("other_prompt", f"the server answered {len(seen)} other prompt tokens")
     path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
+
+    def best(top: dict[int, float]) -> dict[int, float]:
+        # A token outside the likeliest ones is added to them; every position is to have as many.
+        return dict(sorted(top.items(), key=lambda item: -item[1])[:TOP_LOGPROBS])
+
     ids = [*prompt, *out] if given is None else [*prompt, *given]
     first = 0 if given is None else len(given) - 1
     found = {}
     for i, top in enumerate((choice.get("logprobs") or {}).get("top_logprobs") or []):
-        found[first + i] = {int(k.partition(":")[2]): v for k, v in top.items()}
+        found[first + i] = best({int(k.partition(":")[2]): v for k, v in top.items()})
     for i, top in enumerate(choice.get("prompt_logprobs") or []):
         if given is not None and i >= len(prompt):
-            found[i - len(prompt)] = {int(k): v["logprob"] for k, v in top.items()}
+            found[i - len(prompt)] = best({int(k): v["logprob"] for k, v in top.items()})
     return Answer(ids, len(prompt), choice.get("finish_reason") or "", path, found)
 
 
@@ -552,9 +557,10 @@ class Extractor:
         if given is not None and len(given) < 2:
             raise RowDropped("empty", f"{len(given)} answer tokens")
         size = (total - 1) * self.token_bytes()
+        proof = self.writer is not None and self.wants_proof(row)
         for attempt in range(ATTEMPTS):
             try:
-                return self._try(row, prompt, given, size)
+                return self._try(row, prompt, given, size, proof)
             except Transient as err:
                 self._staging_full(size)
                 if attempt == ATTEMPTS - 1:
@@ -563,16 +569,20 @@ class Extractor:
                     raise Stopped from None
         raise AssertionError("unreachable")
 
-    def _try(self, row: Row, prompt: list[int], given: list[int] | None, size: int) -> Answer:
-        proof = self.writer is not None and self.wants_proof(row)
-        body = self._body(row, prompt, given, proof)
+    def _ask(self, **body) -> dict:
+        """The server's reply to one request; the gate learns how it went."""
+        overloads = []
+        try:
+            return self.client.complete(lambda: overloads.append(1), **body)
+        finally:
+            self.gate.answered(not overloads)
+
+    def _try(
+        self, row: Row, prompt: list[int], given: list[int] | None, size: int, proof: bool
+    ) -> Answer:  # fmt: skip
         self.gate.enter(size)
         try:
-            overloads = []
-            try:
-                reply = self.client.complete(lambda: overloads.append(1), **body)
-            finally:
-                self.gate.answered(not overloads)
+            reply = self._ask(**self._body(row, prompt, given, proof))
             answer = parse_answer(reply, prompt, given)
             if answer.path is None and self.writer is not None:
                 raise StageError(
@@ -633,11 +643,7 @@ class Extractor:
         size = len(prompt) * self.token_bytes()
         self.gate.enter(size)
         try:
-            try:
-                reply = self.client.complete(**body, **self._sampling(row.id, turn))
-            finally:
-                self.gate.answered(True)
-            answer = parse_answer(reply, prompt, None)
+            answer = parse_answer(self._ask(**body, **self._sampling(row.id, turn)), prompt, None)
             if answer.path:
                 with Staged(answer.path, self.roots) as staged:
                     staged.wait(LOCK_TIMEOUT, self.stop)

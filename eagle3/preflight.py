@@ -35,11 +35,17 @@ CPU_PATCHES = {
 }
 
 
-def open_stages(run: RunDir) -> list[str]:
-    """Stages of FROM..TO whose record is not there."""
+def open_stages(run: RunDir, recipe) -> list[str]:
+    """Stages of FROM..TO that have something to do: no record, named by FORCE, or more samples asked for."""
     first, last = os.environ.get("FROM") or "01", os.environ.get("TO") or "06"
+    forced = (os.environ.get("FORCE") or "").split(",")
     records = {n: read_dict(run.stage(n) / "stage.json") for n in STAGE_DIRS}
-    return [n for n in STAGE_DIRS if first <= n <= last and records[n].get("status") != "done"]
+    rows = records["01"].get("samples") or {}
+    grown = rows.get("asked") != recipe.data.samples and not rows.get("exhausted")
+    return [
+        n for n in STAGE_DIRS
+        if first <= n <= last and (grown or n in forced or records[n].get("status") != "done")
+    ]  # fmt: skip
 
 
 def check_profile(profile, recipe, stages: list[str]) -> list[str]:
@@ -206,7 +212,7 @@ def check_inputs(stage) -> list[str]:
     except StageError as err:
         if not recipe.verifier.model.startswith(("pip:", "script:")):  # those 01 makes itself
             bad.append(f"verifier files: {err}")
-    if "01" in open_stages(stage.run):
+    if "01" in open_stages(stage.run, stage.recipe):
         sources = [*recipe.data.sources, *recipe.data.heldout]
         for path in [*(s.path for s in sources if s.path), *recipe.data.exclude]:
             if not Path(path).exists() and not (ROOT / path).exists():
@@ -216,7 +222,7 @@ def check_inputs(stage) -> list[str]:
 
 def preflight(stage) -> list[str]:
     """All shortfalls of a run, as lines "what: needed, found"."""
-    profile, stages = stage.profile, open_stages(stage.run)
+    profile, stages = stage.profile, open_stages(stage.run, stage.recipe)
     if not stages:
         return []
     bad = check_profile(profile, stage.recipe, stages) + check_gpus(profile, stages) + check_versions(profile)

@@ -163,11 +163,12 @@ class Verdict:
     spread: float
 
 
-def compare(head: Head, evidence: list[Evidence], gap: float, spread: float | None) -> list[Verdict]:
+def compare(head: Head, evidence: list[Evidence], bounds: Bounds, spread: float | None) -> list[Verdict]:
     """Compare states with the server's log-probabilities: the final ones, and the control.
 
     Args:
-        gap: lead of the server's best token, in spreads, from which the top token must agree.
+        bounds: by which the worst row is chosen; `gap` is the lead of the server's best token, in spreads,
+            from which the top token must agree.
         spread: standard deviation of logits if it is known: then only differences between the k tokens are
             compared, which takes k head rows a position; None: the whole vocabulary.
     """
@@ -191,7 +192,7 @@ def compare(head: Head, evidence: list[Evidence], gap: float, spread: float | No
     ends = torch.tensor([len(e.tokens) for e in evidence]).cumsum(0).tolist()
 
     def verdict(part: slice) -> Verdict:
-        mine, clear = off[part], lead >= gap * spreads[part]
+        mine, clear = off[part], lead >= bounds.gap * spreads[part]
         wrong = clear & (top[part] != tokens[:, 0])
 
         def summary(rows: slice) -> Comparison:
@@ -200,7 +201,12 @@ def compare(head: Head, evidence: list[Evidence], gap: float, spread: float | No
             return Comparison(middle, high, int(wrong[rows].sum()), checked, len(mine[rows]))
 
         rows = [summary(slice(end - len(e.tokens), end)) for end, e in zip(ends, evidence, strict=True)]
-        worst = max(range(len(rows)), key=lambda i: (rows[i].top1_wrong, rows[i].median))
+
+        def badness(i: int) -> tuple[int, float]:
+            row = rows[i]
+            return row.top1_wrong, max(row.median / bounds.median, row.p99 / bounds.p99)
+
+        worst = max(range(len(rows)), key=badness)
         return Verdict(summary(slice(None)), evidence[worst].row, rows[worst], float(spreads[part].mean()))
 
     return [verdict(slice(None, len(tokens))), verdict(slice(len(tokens), None))]
@@ -213,7 +219,8 @@ class Prover:
         verifier: whose head is used.
         said: row id -> {k: {token: log-probability}} of rows that asked with their request; taken out when
             used.
-        rows: rows checked over the whole vocabulary; later shards get the cheaper comparison.
+        rows: rows checked over the whole vocabulary, as far as FULL_FLOPS goes (but always the first shard);
+            later shards get the cheaper comparison.
         ask: (token ids, prompt length) -> the same for a row that did not ask, for shards without any.
         threads: of the matrix products.
     """
@@ -248,7 +255,7 @@ class Prover:
         full = self.spread is None or (self.done < self.rows and self.flops + work <= FULL_FLOPS)
         self.done, self.flops = self.done + len(chosen), self.flops + work * full
         bounds, path = BOUNDS[store.dtype], store.folder / shard.name
-        final, control = compare(self.head, parts, bounds.gap, None if full else self.spread)
+        final, control = compare(self.head, parts, bounds, None if full else self.spread)
         if full:
             self.spread = final.spread
         if not final.worst.passes(bounds):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from eagle3.feed import supervised
+
 if TYPE_CHECKING:
     import torch
 
@@ -168,7 +170,7 @@ class Top1Cache:
         found = full_top1(batch.targets[0][mask], norm, head)
         out[mask] = found
         if keep:
-            sizes = [p.end - p.start - (p.info.prompt - 1) for p in pieces]
+            sizes = [supervised(p.info) for p in pieces]
             self._known.update(
                 (p.info.id, part.int().cpu()) for p, part in zip(pieces, found.split(sizes), strict=True)
             )

@@ -277,6 +277,8 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError:
         return "(no log)"
     kept = [line for line in (part.rpartition("\r")[2].rstrip() for part in text.splitlines()) if line]
+    # 02 prints its command: what lies above the last one belongs to an earlier server.
+    kept = kept[max((i for i, line in enumerate(kept) if line.startswith("+ ")), default=0) :]
     end = kept[-lines:]
     error = next((line for line in kept[:-lines] if EXCEPTION.search(line)), None)
     return "\n".join([f"first error: {error}", "..."] * (error is not None) + end)

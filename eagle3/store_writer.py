@@ -248,7 +248,7 @@ class StoreWriter:
                     shard, self._open = self._open, None
                     if shard:
                         shard.full = False
-                        os.close(shard.fd)
+                        # Not closed: a thread may still write, and its number must not be another file's.
                         shard.tmp.unlink(missing_ok=True)
                         self._room.release()
             self.seal()
@@ -260,10 +260,11 @@ class StoreWriter:
     # -- inside
 
     def _raise_failed(self) -> None:
-        for future in list(self._sealing):
-            if future.done():
-                self._sealing.remove(future)
-                future.result()
+        with self._lock:
+            for future in list(self._sealing):
+                if future.done():
+                    self._sealing.remove(future)
+                    future.result()
 
     def _fits(self, shard: _Open, size: int) -> bool:
         if not shard.slots:

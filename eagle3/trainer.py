@@ -39,7 +39,7 @@ from eagle3.checkpoint import (
     trainable,
 )
 from eagle3.contract import Interrupted, StageError, write_text
-from eagle3.feed import Batch, Feed, Row, Step, diagnose
+from eagle3.feed import Batch, Feed, Row, Step, diagnose, supervised
 from eagle3.meters import Window, cut_metrics, flops_per_token, peak_flops
 from eagle3.progress import Progress
 from eagle3.score import Top1Cache, Walk, chain_counts, conditional, expected_length, matches
@@ -238,11 +238,7 @@ class DraftTrainer(Trainer):
             StageError: non-finite loss or gradient, before the step that it would have spoiled.
         """
         plan = self.train_loader.plan
-        bar = (
-            Progress(self.job.total_steps, "step", "training", initial=self.at.step)
-            if self.rank == 0
-            else None
-        )
+        bar = Progress(self.end, "step", "training", initial=self.at.step) if self.rank == 0 else None
         with Signals() as self.signals, bar or nullcontext():
             self.model.train()
             self._after_step(bar)  # a run stopped between a step and its validation catches up here
@@ -460,7 +456,7 @@ class DraftTrainer(Trainer):
         rows = right[: self.job.chain, batch.loss_mask[0]].tolist()
         at = 0
         for piece in batch.row.pieces:
-            n = piece.end - piece.start - (piece.info.prompt - 1)
+            n = supervised(piece.info)
             walk = Walk(self.job.chain)
             walk.answer([r[at : at + n] for r in rows])
             walks[piece.info.id] = (piece.info.domain, walk)

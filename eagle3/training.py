@@ -81,7 +81,8 @@ def make_model(stage: Stage, vocab_map, verifier, attention: str, frozen: torch.
     """The draft: fresh, or with the weights of `train.init_from`.
 
     Raises:
-        ConfigError: the starting draft has another geometry, layers or flags; each difference is named.
+        ConfigError: the starting draft has another geometry, layers or flags (each difference is named), an
+            embedding of its own, or a head of its own that is not to be trained.
     """
     recipe = stage.recipe
     config = draft.build_config(recipe, verifier, attention)
@@ -96,6 +97,14 @@ def make_model(stage: Stage, vocab_map, verifier, attention: str, frozen: torch.
             raise ConfigError(f"{folder} can't be continued with this recipe: {'; '.join(changed)}")
     model = draft.build_draft(config, vocab_map, verifier, recipe.draft.train_head, frozen, recipe.train.seed)
     if recipe.train.init_from:
+        own = draft.own_tensors(model, folder)
+        if "embed_tokens.weight" in own:
+            raise ConfigError(f"{folder} has an embedding of its own; here it is the verifier's, frozen")
+        if "lm_head.weight" in own and not recipe.draft.train_head:
+            raise ConfigError(
+                f"{folder} has a head of its own, which would be left out of every checkpoint: "
+                "set draft.train_head=true"
+            )
         draft.load_trainable(model, folder)
         log.info("starting from the weights of %s", folder)
     elif recipe.train.fc_init == "last_layer":

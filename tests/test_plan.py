@@ -481,10 +481,15 @@ def test_the_command_lists_and_exits_1(tmp_path):
     assert done.stderr.count("\n  - ") >= 4 and "moonshotai/Kimi-K2.5" in done.stderr
 
 
-def test_a_finished_run_has_nothing_to_check(tmp_path):
+def test_a_finished_run_has_nothing_to_check(tmp_path, monkeypatch):
     made = HandMade(settings(tmp_path / "run", samples="10", DISK_RESERVE_GB=10_000_000))
     made.all()
     assert preflight.preflight(made.stage) == []
+    monkeypatch.setenv("FORCE", "04")
+    assert preflight.open_stages(made.stage.run, made.stage.recipe) == ["04"]
+    monkeypatch.delenv("FORCE")
+    made.stage.recipe.data.samples = 11  # more rows: every stage has something to do
+    assert len(preflight.open_stages(made.stage.run, made.stage.recipe)) == 5
 
 
 def test_an_old_vllm_may_not_extract_in_parallel(tmp_path, monkeypatch):

@@ -107,6 +107,19 @@ def test_a_dead_server_is_noticed_at_once_with_code_and_last_lines(bed, monkeypa
     assert not leftovers(bed)
 
 
+def test_the_first_error_is_shown_even_if_it_lies_far_up(tmp_path):
+    path = tmp_path / "verifier.log"
+    cause = "(Worker pid=7) ERROR 11-30 [executor.py:1063] torch.InductorError: CppCompileError: no compiler"
+    refused = ['INFO: "POST /v1/completions HTTP/1.1" 500 Internal Server Error'] * 400
+    path.write_text("\n".join(["starting", cause, *refused, "Finished server process [7]"]))
+    shown = server.tail(path, 5).splitlines()
+    assert shown[0] == f"first error: {cause}" and shown[-1] == "Finished server process [7]"
+    assert len(shown) == 2 + 5
+    with open(path, "a") as log:  # the next server, in the same log: the old cause is not its own
+        log.write("\n+ python -m vllm\nstarting\nall is well\n")
+    assert server.tail(path) == "+ python -m vllm\nstarting\nall is well"
+
+
 def test_out_of_memory_names_the_variables_to_lower(bed, monkeypatch):
     monkeypatch.setenv("FAKE_MODE", "oom")
     with pytest.raises(StageError, match="VERIFIER_MAX_SEQS(.|\n)*VERIFIER_BATCH_TOKENS"), start(bed):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, load_stage, make_toy_verifier
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from toy_store import make_run, token_rows, write_store
 
 from eagle3.contract import StageError
@@ -255,7 +255,6 @@ def test_targets_are_the_verifiers_own_logits(family, tmp_path):
 
 def test_a_missing_final_norm_is_an_error(tmp_path):
     """Fault 25: not a warning and a norm of ones."""
-    from safetensors.torch import save_file
 
     make_toy_verifier(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -651,6 +650,21 @@ def test_continue_from_keeps_weights_and_vocabulary(fresh, unbroken, template, c
     )
     assert code == 2 and "intermediate_size: was 64, now 32" in capfd.readouterr().err
     assert train(run, recipe, "--force", "--continue-from", str(run / "nowhere")) == 2
+
+
+def test_a_head_of_its_own_is_trained_or_refused(fresh, unbroken, tmp_path, capfd):
+    run, recipe = fresh(train__max_steps=1)
+    old = tmp_path / "old"
+    shutil.copytree(unbroken / "04_train", old / "04_train", symlinks=True)
+    file = (old / "04_train" / "best").resolve() / "model.safetensors"
+    tensors, size = load_file(file), json.loads((file.parent / "config.json").read_text())["draft_vocab_size"]
+    own = {"lm_head.weight": torch.randn(size, tensors["norm.weight"].shape[0])}
+    save_file(tensors | own, file)
+    assert train(run, recipe, "--continue-from", str(old)) == 2
+    assert "set draft.train_head=true" in capfd.readouterr().err
+    head = ["--force", "--set", "draft.train_head=true"]
+    assert train(run, recipe, "--continue-from", str(old), *head) == 0
+    assert (weights(run)["lm_head.weight"] - own["lm_head.weight"]).abs().max() < 0.1
 
 
 # --- several processes --------------------------------------------------------------------------------------
