@@ -305,7 +305,8 @@ def serve_command(stage, verifier, folder: Path, tokens: int) -> str:
         if flag in args:  # for the pipeline's own use
             del args[args.index(flag) : args.index(flag) + 2]
     _, passed = profile_values(os.environ.get("PROFILE") or stage.profile.name)
-    settings = [f"{key}={shlex.quote(v)}" for key, v in passed.items() if key.startswith(("VLLM_", "NCCL_"))]
+    serving = ("VLLM_", "NCCL_", "TORCH_")
+    settings = [f"{key}={shlex.quote(v)}" for key, v in passed.items() if key.startswith(serving)]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
     return " ".join([*settings, shlex.join(command)])
 
