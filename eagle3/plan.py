@@ -33,6 +33,7 @@ from eagle3.learned import (
     same_speed,
 )
 from eagle3.rates import over, published_rates, train_rate
+from eagle3.record import has_rows
 from eagle3.sizes import disk_bytes, duration, ram_bytes, size, training_memory, verifier_memory
 
 VALUES = ("value", "low", "high")
@@ -63,8 +64,8 @@ def count_rows(stage, own: Seen) -> tuple[dict[str, float], str]:
 
 def is_current(stage, own: Seen) -> bool:
     """Whether 01 of this run has the rows that are asked for now (SAMPLES may have grown since)."""
-    wanted = stage.recipe.data.samples
-    return wanted == own.asked or (own.exhausted and (wanted == "all" or wanted >= own.rows["train"]))
+    made = {"asked": own.asked, "exhausted": own.exhausted, "train": own.rows["train"]}
+    return has_rows(made, stage.recipe.data.samples)
 
 
 def lines_of(sources) -> int:

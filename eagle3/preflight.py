@@ -18,6 +18,7 @@ from pathlib import Path
 from eagle3 import provenance
 from eagle3.contract import ROOT, STAGE_DIRS, RunDir, StageError, nearest_existing
 from eagle3.learned import read_dict
+from eagle3.record import has_rows
 from eagle3.server import port_busy, staging_dir
 from eagle3.sizes import GB
 from eagle3.tensorfile import WrongSize, read_header
@@ -40,8 +41,7 @@ def open_stages(run: RunDir, recipe) -> list[str]:
     first, last = os.environ.get("FROM") or "01", os.environ.get("TO") or "06"
     forced = (os.environ.get("FORCE") or "").split(",")
     records = {n: read_dict(run.stage(n) / "stage.json") for n in STAGE_DIRS}
-    rows = records["01"].get("samples") or {}
-    grown = rows.get("asked") != recipe.data.samples and not rows.get("exhausted")
+    grown = not has_rows(records["01"].get("samples") or {}, recipe.data.samples)
     return [
         n for n in STAGE_DIRS
         if first <= n <= last and (grown or n in forced or records[n].get("status") != "done")

@@ -162,6 +162,18 @@ class StageRecord:
         return record
 
 
+def has_rows(samples: dict, wanted: int | str) -> bool:
+    """Whether 01 has the rows asked for now.
+
+    Args:
+        samples: of its record: {"asked", "exhausted", "train": rows made}.
+        wanted: data.samples, a number or "all" (SAMPLES may have grown since).
+    """
+    if wanted == samples.get("asked"):
+        return True
+    return bool(samples.get("exhausted")) and (wanted == "all" or wanted >= samples["train"])
+
+
 def add_to_book(run: RunDir, key: str, entry: dict) -> None:
     """Append an entry to a list of run.json ("attempts" of stages, "servers")."""
     path = run.path / "run.json"

@@ -405,7 +405,7 @@ def test_a_long_run_of_failures_stops_early(toy, monkeypatch):
     with toy.stub() as stub:
         stub.refuse = lambda body, number: 400
         assert toy.run() == 1
-        assert len(stub.requests) <= 5 + 7  # the other threads may have one row each
+        assert len(stub.requests) < 12
     assert "5 rows in a row failed" in toy.log
 
 

@@ -178,20 +178,10 @@ def reference(work: Path, chats, verifier: Path, limit: int, common: dict) -> di
         )  # fmt: skip
     found["regenerate_seconds"] = time.time() - began
     found["prepare_seconds"] = run(
-        [
-            *spec,
-            "prepare-data",
-            "--model",
-            name,
-            "--data",
-            answers,
-            "--output",
-            prepared,
-            "--seq-length",
-            512,
-        ],
+        [*spec, "prepare-data", "--model", name, "--data", answers, "--output", prepared,
+         "--seq-length", 512],
         log,
-    )
+    )  # fmt: skip
     began = time.time()
     with stock_server("extract", served, env, name):
         found["offline_load_seconds"] = time.time() - began
