@@ -112,6 +112,10 @@ class Slot:
         """The sample is whole; returns its checksum."""
         if self.written != self.states:
             raise ValueError(f"{id}: {self.written} states written, {self.states} announced")
+        # One piece each: a seal of hundreds of small writes takes seconds beside busy threads.
+        self.aux_scale, self.final, self.final_scale = map(
+            _joined, (self.aux_scale, self.final, self.final_scale)
+        )
         for part in (*self.aux_scale, *self.final, *self.final_scale):
             self._digest.update(raw(part))
         entry = {"id": id, "split": split, "domain": domain, "source": source, "tokens": len(self.ids)}
@@ -124,6 +128,12 @@ class Slot:
         """The sample is not to be stored; its place is closed up before the shard is sealed."""
         self.aux_scale, self.final, self.final_scale = [], [], []
         self.writer._settle(self, None)
+
+
+def _joined(parts: list) -> list:
+    import torch
+
+    return [torch.cat(parts)] if len(parts) > 1 else parts
 
 
 class StoreWriter:
@@ -319,11 +329,11 @@ class StoreWriter:
             if not slots:
                 return
             self._write_rest(shard, slots)
-            os.fsync(shard.fd)
             size = os.fstat(shard.fd).st_size
             line = {"shard": shard.name, "bytes": size, "samples": [s.entry for s in slots]}
             slots.clear()
-            shard.slots.clear()
+            shard.slots.clear()  # what waited in memory is in the file
+            os.fsync(shard.fd)
             self._read_back(shard.tmp, line)
             os.replace(shard.tmp, path)
             fsync_dir(self.folder)

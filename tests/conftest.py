@@ -97,8 +97,8 @@ def smol() -> Path:
 # the tests look at is that every stage did its work and that the figures agree with each other.
 E2E_SAMPLES = "48"
 E2E_SET = (
-    "train.epochs=3 answers.max_tokens=64 evaluate.max_tokens=48 evaluate.repeats=2 "
-    "evaluate.timed_prompts=4 evaluate.concurrency=[1,4] draft.min_coverage=0.9 "
+    "train.epochs=3 train.tokens_per_step=512 answers.max_tokens=64 evaluate.max_tokens=48 "
+    "evaluate.repeats=2 evaluate.timed_prompts=4 evaluate.concurrency=[1,4] draft.min_coverage=0.9 "
     "states.shard_bytes=20000000 'data.heldout=[{path: configs/data/heldout.jsonl, limit: 24}]'"
 )
 

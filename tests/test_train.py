@@ -500,6 +500,18 @@ def test_ten_samples_are_learned_by_heart(sharp, fresh):
     assert record["heldout"]["acceptance_length"] > 3.5, record["heldout"]
 
 
+def test_muon_s_iteration_makes_singular_values_one():
+    from patches.torch_muon_cpu import orthogonalize
+
+    for shape in ((24, 60), (60, 24)):
+        grad = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        left, _, right = torch.linalg.svd(grad, full_matrices=False)
+        found = orthogonalize(grad, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+        values = torch.linalg.svdvals(found)
+        assert found.dtype == torch.float32 and values.min() > 0.6 and values.max() < 1.3
+        assert torch.nn.functional.cosine_similarity(found.flatten(), (left @ right).flatten(), 0) > 0.97
+
+
 # --- stop and go on -----------------------------------------------------------------------------------------
 
 
@@ -518,6 +530,20 @@ def test_a_signal_saves_and_the_rerun_is_bit_equal(fresh, unbroken, monkeypatch,
     assert last_step(run) == step and not (run / "04_train" / "stage.json").exists()
     assert train(run, recipe) == 0
     equals_unbroken(run, unbroken)
+
+
+def test_muon_goes_on_bit_equal(fresh, monkeypatch):
+    """Its momentum and AdamW's moments, each optimizer with a schedule of its own."""
+    muon = {"train__optimizer": "muon", "train__muon_lr": 0.01}
+    whole, recipe = fresh("whole", **muon)
+    assert train(whole, recipe) == 0
+    run, recipe = fresh("stopped", **muon)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(run, recipe) == 143
+    assert last_step(run) == 7
+    assert train(run, recipe) == 0
+    equals_unbroken(run, whole)
 
 
 class Killed(BaseException):
