@@ -11,9 +11,9 @@ def test_ten_samples_learned_by_heart_are_served_by_heart(tmp_path):
     """01 to 06 with the real vLLM: a flag, rope key, table or layer id lost on the way costs acceptance."""
     folder = tmp_path / "run"
     changes = [
-        "train.epochs=150",
+        "train.epochs=75",
         "train.lr=2e-3",
-        "train.val_every=150",
+        "train.val_every=75",
         f"evaluate.sets=[{folder}/01_prepare/train.jsonl]",
         "evaluate.concurrency=[1]",
         "evaluate.repeats=1",
