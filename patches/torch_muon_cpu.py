@@ -1,7 +1,7 @@
 """torch's Muon on CPUs without bf16 units: its Newton-Schulz iteration in float32.
 
 Why: `torch.optim.Muon` orthogonalizes in bf16, which a CPU without AVX-512 BF16 or AMX multiplies in a plain
-loop: 26 s for one step of a 5 M parameter draft, 0.6 s in float32.
+loop: 26 s for one step of a 5 M parameter draft, under a second in float32.
 Upstream: torch/optim/_muon.py
 Delete when: torch.optim.Muon takes the type of its iteration, or chooses it by device.
 """
