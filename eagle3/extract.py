@@ -19,19 +19,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
-from eagle3.contract import StageError, usable_cores
+from eagle3.contract import StageError
+from eagle3.extract_store import Job, RowStore
 from eagle3.looping import is_looping
-from eagle3.store import CHUNK_BYTES, input_digest, pread_into
-from eagle3.store_writer import StoreWriter, disk_full
-from eagle3.tensorfile import Stored, read_header
-
-if TYPE_CHECKING:
-    import torch
+from eagle3.state_checks import LayerRange, RowDropped, RowFailed, Stopped, Transient
+from eagle3.store import input_digest
+from eagle3.store_writer import disk_full
 
 log = logging.getLogger("eagle3")
 
@@ -45,26 +41,6 @@ FAILURE_STREAK = 25
 TOP_LOGPROBS = 8
 # The server holds the logits of all prompt positions of a step at once: longer rows prove their last state.
 LONGEST_PROMPT_LOGPROBS = 512
-
-
-class RowFailed(Exception):
-    """This row can't be had; the run goes on. `reason` is counted, `detail` is for the reader."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail = reason, detail
-
-
-class RowDropped(RowFailed):
-    """This row is left out by a rule of the recipe: noted, never redone."""
-
-
-class Transient(Exception):
-    """Worth another try."""
-
-
-class Stopped(Exception):
-    """The run is ending; drop what is in hand."""
 
 
 @dataclass(slots=True)
@@ -104,91 +80,6 @@ def row_of(record: dict, split: str) -> Row:
 def row_seed(seed: int, row_id: str, turn: int = 0) -> int:
     """Sampling seed of one generation: a function of run seed, row id and turn, of nothing else."""
     return xxhash.xxh3_64(f"{seed}|{row_id}|{turn}".encode()).intdigest() & 0x7FFF_FFFF
-
-
-# --- checks -------------------------------------------------------------------------------------------------
-
-
-class LayerRange:
-    """Typical size of a layer's states over the rows accepted so far; thread-safe."""
-
-    # A row whose median norm is 10 times smaller or larger than the others' is no state of this layer.
-    FACTOR, SETTLED = 10.0, 16
-
-    def __init__(self, layers: list[int]):
-        self.layers, self._lock = layers, threading.Lock()
-        self._logs = np.zeros(len(layers))
-        self._rows = 0
-        self.low, self.high = np.full(len(layers), np.inf), np.zeros(len(layers))
-
-    def check(self, medians: np.ndarray) -> None:
-        """Raises RowFailed if a layer's median norm (one value per layer) is far from the other rows'."""
-        with self._lock:
-            logs = np.log(medians)
-            if self._rows >= self.SETTLED:
-                off = np.abs(logs - self._logs / self._rows)
-                if off.max() > np.log(self.FACTOR):
-                    k = int(off.argmax())
-                    usual = np.exp(self._logs[k] / self._rows)
-                    detail = f"layer {self.layers[k]}: median norm {medians[k]:.4g}, other rows {usual:.4g}"
-                    raise RowFailed("norm_range", detail)
-            self._logs += logs
-            self._rows += 1
-            self.low, self.high = np.minimum(self.low, medians), np.maximum(self.high, medians)
-
-    def report(self) -> dict:
-        """Layer id -> [lowest, highest] median norm of a row."""
-        return {
-            str(k): [float(f"{a:.4g}"), float(f"{b:.4g}")]
-            for k, a, b in zip(self.layers, self.low, self.high)
-            if self._rows
-        }
-
-
-class StateCheck:
-    """Looks at the states of one row by chunks: finite, not zero or constant, layers and tokens distinct."""
-
-    def __init__(self, layers: list[int], token_ids: np.ndarray):
-        self.layers, self.ids = layers, token_ids
-        self.norms: list[np.ndarray] = []
-        self._first: torch.Tensor | None = None
-        self._twins = np.ones((len(layers), len(layers)), dtype=bool)
-        self._still = np.ones(len(layers), dtype=bool)
-
-    def add(self, x: torch.Tensor) -> None:
-        """Check a chunk bf16 [t, A + 1, H]; raises RowFailed."""
-        import torch
-
-        done = sum(map(len, self.norms))
-        norms = torch.linalg.vector_norm(x, dim=-1).float()
-        if not torch.isfinite(norms).all():
-            t, k = (int(i) for i in (~torch.isfinite(norms)).nonzero()[0])
-            raise RowFailed("not_finite", f"layer {self.layers[k]}, position {done + t}")
-        # A constant row has |x0| * sqrt(H) as its norm; only rows that come near it are looked at closely.
-        flat = (norms - x[..., 0].float().abs() * x.shape[-1] ** 0.5).abs() <= 0.02 * norms
-        for t, k in flat.nonzero().tolist():
-            if (x[t, k] == x[t, k, 0]).all():
-                what = "zeros" if x[t, k, 0] == 0 else "constant"
-                raise RowFailed(what, f"layer {self.layers[k]}, position {done + t}")
-        self.norms.append(norms.numpy())
-        if self._first is None:
-            self._first = x[0].clone()
-        probe = [x[0], x[len(x) // 2], x[-1]]
-        for i in range(len(self.layers)):
-            for j in range(i):
-                if self._twins[i, j]:
-                    self._twins[i, j] = all(torch.equal(p[i], p[j]) for p in probe)
-            if self._still[i]:
-                self._still[i] = all(torch.equal(p[i], self._first[i]) for p in probe)
-
-    def finish(self) -> np.ndarray:
-        """Last checks over the whole row; returns the median norm per layer."""
-        for i, j in zip(*np.nonzero(np.tril(self._twins, -1))):
-            raise RowFailed("same_layers", f"layers {self.layers[j]} and {self.layers[i]} are identical")
-        if len(self.ids) > 2 and len(set(self.ids.tolist())) > 1 and self._still.any():
-            k = self.layers[int(self._still.argmax())]
-            raise RowFailed("same_states", f"layer {k} has the same state at every position")
-        return np.median(np.concatenate(self.norms), axis=0)
 
 
 # --- staged files -------------------------------------------------------------------------------------------
@@ -249,52 +140,6 @@ class Staged:
             return False
         finally:
             os.close(fd)
-
-    def open(self) -> dict[str, Stored]:
-        """Tensors of the staged file by name.
-
-        Raises:
-            Transient: the file is not whole (a write that failed half-way).
-        """
-        try:
-            return read_header(self.path)[0]
-        except ValueError as err:
-            raise Transient(f"{self.path.name}: {err}") from None
-
-
-def chunks_of(path: Path, stored: Stored, count: int) -> Iterator[torch.Tensor]:
-    """bf16 [t, L, H] chunks of the first `count` states of a staged tensor; the buffer is reused.
-
-    A server on a CPU without bf16 computes in float32 and leaves its states so.
-    """
-    import torch
-
-    dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[stored.dtype]
-    _, layers, hidden = stored.shape
-    width = layers * hidden * dtype.itemsize
-    step = max(1, CHUNK_BYTES // width)
-    buffer = torch.empty(min(step, count) * width, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        for at in range(0, count, step):
-            size = min(step, count - at) * width
-            pread_into(fd, view[:size], stored.begin + at * width, path)
-            chunk = buffer[:size].view(dtype).view(-1, layers, hidden)
-            yield chunk if dtype == torch.bfloat16 else chunk.to(torch.bfloat16)
-    finally:
-        os.close(fd)
-
-
-def staged_ids(path: Path, stored: Stored) -> np.ndarray:
-    """Token ids beside the staged states, int64 or int32 [t]; raises RowFailed for another kind of tensor."""
-    if stored.dtype not in ("I64", "I32"):
-        raise RowFailed("shape", f"token ids are {stored.dtype} {stored.shape}")
-    out = np.empty(stored.shape, dtype="<i8" if stored.dtype == "I64" else "<i4")
-    with open(path, "rb") as f:
-        f.seek(stored.begin)
-        f.readinto(memoryview(out).cast("B"))
-    return out
 
 
 def empty_staging(roots: Iterable[Path]) -> int:
@@ -512,32 +357,28 @@ class Extractor:
     Args:
         client: where to ask.
         gate: how much at once.
-        writer: where samples go; None only generates (first pass of two).
+        store: where samples go; None only generates (first pass of two).
         settings: recipe.answers.
         seed: recipe.seed.
         limit: tokens of one request that the server takes.
         layers: auxiliary ids and the final one.
         hidden: values per state.
         roots: staging folders.
-        proofs: takes the log-probabilities of rows that asked for them, by row id.
         wants_proof: row -> whether to ask log-probabilities with it.
         next_prompt: (history, earlier answers) -> prompt ids, for rows whose earlier turns the verifier
             answers.
     """
 
     def __init__(
-        self, client: Client, gate: Gate, writer: StoreWriter | None, settings, seed: int, limit: int,
-        layers: list[int], hidden: int, roots: list[Path], proofs: dict,
+        self, client: Client, gate: Gate, store: RowStore | None, settings, seed: int, limit: int,
+        layers: list[int], hidden: int, roots: list[Path],
         wants_proof: Callable[[Row], bool] = lambda row: False,
         next_prompt: Callable[[dict, list[list[int]]], list[int]] | None = None,
     ):  # fmt: skip
-        self.client, self.gate, self.writer, self.settings, self.seed = client, gate, writer, settings, seed
+        self.client, self.gate, self.store, self.settings, self.seed = client, gate, store, settings, seed
         self.limit, self.layers, self.hidden, self.roots = limit, layers, hidden, roots
         self.wants_proof, self.next_prompt = wants_proof, next_prompt
         self.stop, self.range = client.stop, LayerRange(layers)
-        self.proofs = proofs
-        # Reading, checking and converting is CPU work: more of it at once than cores only costs memory.
-        self._readers = threading.Semaphore(max(1, min(8, usable_cores() - 1)))
 
     def token_bytes(self) -> int:
         """Staged bytes of one token: every served layer in bf16."""
@@ -557,7 +398,7 @@ class Extractor:
         if given is not None and len(given) < 2:
             raise RowDropped("empty", f"{len(given)} answer tokens")
         size = (total - 1) * self.token_bytes()
-        proof = self.writer is not None and self.wants_proof(row)
+        proof = self.store is not None and self.wants_proof(row)
         for attempt in range(ATTEMPTS):
             try:
                 return self._try(row, prompt, given, size, proof)
@@ -584,16 +425,15 @@ class Extractor:
         try:
             reply = self._ask(**self._body(row, prompt, given, proof))
             answer = parse_answer(reply, prompt, given)
-            if answer.path is None and self.writer is not None:
+            if answer.path is None and self.store is not None:
                 raise StageError(
                     "the server answers without states: ./02_launch_verifier.sh extract is needed, not serve"
                 )
             with Staged(answer.path, self.roots) if answer.path is not None else nullcontext() as staged:
                 flags = self._flags(row, answer, given)
-                if self.writer is not None:
+                if self.store is not None:
                     staged.wait(LOCK_TIMEOUT, self.stop)
-                    with self._readers:
-                        self._store(row, answer, flags, staged)
+                    self.range.add(self.store.store(self._job(row, answer, flags, staged.path)))
             return answer
         finally:
             self.gate.freed(size)
@@ -666,42 +506,10 @@ class Extractor:
                 raise RowDropped(flag, f"{len(out)} answer tokens")
         return tuple(flags)
 
-    def _store(self, row: Row, answer: Answer, flags: tuple[str, ...], staged: Staged) -> None:
-        """Check staged states while copying them into the open shard."""
-        if self.stop.is_set():
-            raise Stopped
-        count = len(answer.ids) - 1
-        tensors = staged.open()
-        if "hidden_states" not in tensors or "token_ids" not in tensors:
-            raise RowFailed("no_tensors", f"the staged file holds {', '.join(sorted(tensors))}")
-        states = tensors["hidden_states"]
-        dtype, shape = states.dtype, states.shape
-        if dtype not in ("BF16", "F32") or len(shape) != 3 or shape[1:] != [len(self.layers), self.hidden]:
-            raise RowFailed(
-                "shape",
-                f"states are {dtype} {shape}, expected BF16 [{count}, {len(self.layers)}, {self.hidden}]",
-            )
-        if shape[0] != count:
-            raise RowFailed("length", f"{shape[0]} states for {count} tokens")
-        ids = staged_ids(staged.path, tensors["token_ids"])
-        if ids.tolist() != answer.ids[:-1]:
-            raise RowFailed("other_tokens", "token ids beside the states are not those of the answer")
-        slot, check = self.writer.begin(answer.ids, answer.prompt), StateCheck(self.layers, ids)
-        try:
-            for chunk in chunks_of(staged.path, states, count):
-                if self.stop.is_set():
-                    raise Stopped
-                check.add(chunk)
-                slot.write(chunk)
-            self.range.check(check.finish())
-        except BaseException:
-            slot.abort()
-            raise
-        if answer.logprobs:
-            self.proofs[row.id] = answer.logprobs
-        slot.commit(
-            id=row.id, split=row.split, domain=row.domain, source=row.source, input=row.input, flags=flags
-        )
+    def _job(self, row: Row, answer: Answer, flags: tuple[str, ...], path: Path) -> Job:
+        entry = {"id": row.id, "split": row.split, "domain": row.domain, "source": row.source}
+        entry |= {"input": row.input, "flags": flags}
+        return Job(path, answer.ids, answer.prompt, answer.logprobs, entry, self.range.usual())
 
     def _staging_full(self, size: int) -> None:
         """Raises DiskFull if a staging folder can't hold the states of a row (the server only logs it)."""

@@ -12,21 +12,20 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3.contract import Interrupted, StageError, fsync_dir, nearest_existing, usable_cores
+from eagle3.contract import Interrupted, StageError, fsync_dir, nearest_existing
 from eagle3.extract import (
     FAILURE_STREAK,
     Client,
     Extractor,
     Gate,
-    RowDropped,
-    RowFailed,
     WorkerPool,
-    ask_again,
     empty_staging,
     row_of,
 )
+from eagle3.extract_store import RowStore, StoreSettings, open_store
+from eagle3.server import Server, probe, served_name, staging_candidates, staging_dir, tail
 from eagle3.sizes import sample_bytes
-from eagle3.store_writer import StoreWriter
+from eagle3.state_checks import RowDropped, RowFailed
 
 log = logging.getLogger("eagle3")
 
@@ -72,7 +71,6 @@ class Work:
     def run(self, plan) -> None:
         """Take all rows of the plan and seal them; if it raises, what was whole is sealed too."""
         from eagle3.progress import Progress
-        from eagle3.server import served_name, staging_candidates, tail
 
         stage, profile, verifier = self.stage, self.stage.profile, self.verifier
         urls, limit = self._servers()
@@ -84,17 +82,16 @@ class Work:
         gate = Gate(profile.EXTRACT_REQUESTS, self._staging_budget(), self.stop)
         if self.mode == "two-pass":
             self.answers = Answers(stage.run.hidden / "answers.jsonl")
-        proofs: dict = {}
-        writer = None if stage.args.answers_only else self._writer(client, proofs, roots)
+        rows = None if stage.args.answers_only else self._store(urls, roots)
         self.extractor = Extractor(
-            client, gate, writer, stage.recipe.answers, stage.recipe.seed, limit, verifier.served_layers,
-            verifier.hidden_size, roots, proofs, self._wants_proof, self._next_prompt(),
+            client, gate, rows, stage.recipe.answers, stage.recipe.seed, limit, verifier.served_layers,
+            verifier.hidden_size, roots, self._wants_proof, self._next_prompt(),
         )  # fmt: skip
         self._failures = open(stage.run.hidden / "failures.jsonl", "w", encoding="utf-8")
         self._began = time.time()
         try:
             with Progress(plan.wanted, "row", "extracting", plan.wanted - len(plan.todo)) as self._progress:
-                self._drive(plan, writer)
+                self._drive(plan, rows)
         finally:
             self.seconds = time.time() - self._began
             self._failures.close()
@@ -102,7 +99,7 @@ class Work:
                 self.answers.close()
             empty_staging(roots)
 
-    def _drive(self, plan, writer: StoreWriter | None) -> None:
+    def _drive(self, plan, rows: RowStore | None) -> None:
         """Start the threads, wait for them, seal."""
         # A few more threads than requests: some check and store while the others wait for the server.
         pool = WorkerPool(self.stage.profile.EXTRACT_REQUESTS + 4, self._rows(plan), self._one, self.stop)
@@ -113,23 +110,23 @@ class Work:
             self.stop.set()
             raise
         finally:
-            self._close(pool, writer)
+            self._close(pool, rows)
         if pool.error:
             raise pool.error
 
-    def _close(self, pool: WorkerPool, writer: StoreWriter | None) -> None:
+    def _close(self, pool: WorkerPool, rows: RowStore | None) -> None:
         """Seal what is whole; if that fails while another error is on its way, that one counts.
 
         Threads that wait for an answer are left behind; those that are storing one get five seconds.
         """
-        if writer is None:
+        if rows is None:
             return
         stopped = self.stop.is_set()
         deadline = time.monotonic() + 5.0
-        while stopped and writer.pending and time.monotonic() < deadline:
+        while stopped and rows.pending and time.monotonic() < deadline:
             pool.join(0.05)
         try:
-            writer.close(discard=writer.pending > 0)
+            rows.close(discard=rows.pending > 0)
         except StageError as err:
             if not stopped:
                 raise
@@ -142,8 +139,6 @@ class Work:
             StageError: none answers, one is another model, or its limit is below the recipe's.
         """
         import requests
-
-        from eagle3.server import Server, probe, served_name
 
         profile, want = self.stage.profile, self.stage.recipe.verifier.max_model_len
         host = "127.0.0.1" if profile.VERIFIER_HOST == "0.0.0.0" else profile.VERIFIER_HOST
@@ -169,24 +164,18 @@ class Work:
 
     def _staging_budget(self) -> int:
         """Bytes that may lie between server and shard: the profile's, or half of what the folder has free."""
-        from eagle3.server import staging_dir
-
         where = staging_dir(self.stage.run, self.stage.profile)
         free = shutil.disk_usage(nearest_existing(where)).free
         return int(min(self.stage.profile.EXTRACT_STAGING_GB * 1e9, free / 2))
 
-    def _writer(self, client: Client, proofs: dict, roots: list[Path]) -> StoreWriter:
-        from eagle3.proof import Prover
-
+    def _store(self, urls: list[str], roots: list[Path]) -> RowStore:
         stage, states = self.stage, self.stage.recipe.states
-        prover = Prover(
-            self.verifier, proofs, states.proof_rows, lambda ids, prompt: ask_again(client, ids, prompt,
-            roots), threads=max(1, usable_cores() // 2),
+        reserve, verifier = int(stage.profile.DISK_RESERVE_GB * 1e9), self.verifier
+        settings = StoreSettings(
+            stage.run.hidden, self.part, verifier.served_layers, verifier.hidden_size, states.dtype,
+            states.shard_bytes, reserve, states.proof_rows, urls, served_name(verifier), roots,
         )  # fmt: skip
-        return StoreWriter(
-            stage.run.hidden, self.part, self.verifier.served_layers, self.verifier.hidden_size, states.dtype,
-            states.shard_bytes, int(stage.profile.DISK_RESERVE_GB * 1e9), prover,
-        )  # fmt: skip
+        return open_store(settings, verifier, self.stop)
 
     def _next_prompt(self):
         """Renderer of the next turn of chats whose earlier answers are the verifier's own."""
@@ -238,8 +227,8 @@ class Work:
         """Training rows of a round get shards of their own, so that they can be deleted when it is over."""
         while self._busy and not self.stop.is_set():
             time.sleep(0.05)
-        if self.extractor.writer:
-            self.extractor.writer.next_shard()
+        if self.extractor.store:
+            self.extractor.store.next_shard()
 
     def _fits(self, row) -> bool:
         """Count a row into the budget at its largest; a row that does not fit ends the run."""
@@ -266,9 +255,9 @@ class Work:
             answer = self.extractor.take(row)
         except RowDropped as err:
             self._note(row, err, "dropped")
-            if self.extractor.writer:
+            if self.extractor.store:
                 entry = {"id": row.id, "split": row.split, "domain": row.domain, "reason": err.reason}
-                self.extractor.writer.drop({**entry, "input": row.input, "detail": err.detail})
+                self.extractor.store.drop({**entry, "input": row.input, "detail": err.detail})
         except RowFailed as err:
             self._note(row, err, "failed")
         else:
@@ -306,7 +295,7 @@ class Work:
             self.example = self.example or f"{row.id}: {err}"
             log.warning("row %s failed: %s", row.id, err)
             self._streak += 1
-            if self._streak >= FAILURE_STREAK:
+            if self._streak == FAILURE_STREAK:
                 self.stop.set()  # here, so that no other thread asks for one more row meanwhile
                 raise StageError(
                     f"{self._streak} rows in a row failed, the last: {err}; see {self._failures.name}"

@@ -216,25 +216,27 @@ class Prover:
     """Proves each sealed shard before it is listed; called by StoreWriter.
 
     Args:
-        verifier: whose head is used.
+        head: of the verifier.
         said: row id -> {k: {token: log-probability}} of rows that asked with their request; taken out when
             used.
-        rows: rows checked over the whole vocabulary, as far as FULL_FLOPS goes (but always the first shard);
+        rows: rows checked over the whole vocabulary, as far as `budget` goes (but always the first shard);
             later shards get the cheaper comparison.
         ask: (token ids, prompt length) -> the same for a row that did not ask, for shards without any.
         threads: of the matrix products.
+        budget: flops for the whole vocabulary.
     """
 
     def __init__(
         self,
-        verifier: Verifier,
+        head: Head,
         said: dict[str, dict],
         rows: int,
         ask: Callable[[list[int], int], dict],
         threads: int = 1,
+        budget: float = FULL_FLOPS,
     ):
-        self.head, self.said, self.rows, self.ask, self.threads = Head(verifier), said, rows, ask, threads
-        self.done, self.flops, self.spread = 0, 0.0, None
+        self.head, self.said, self.rows, self.ask, self.threads = head, said, rows, ask, threads
+        self.done, self.flops, self.spread, self.budget = 0, 0.0, None, budget
 
     def __call__(self, store: Store, shard: Shard) -> dict:
         """What to note about the shard.
@@ -252,7 +254,7 @@ class Prover:
         parts = [self._evidence(store, info, said) for info, said in chosen]
         weights = self.head.shape[0] * self.head.shape[1]
         work = weights * (4.0 * sum(len(e.tokens) for e in parts) + HEAD_READ)
-        full = self.spread is None or (self.done < self.rows and self.flops + work <= FULL_FLOPS)
+        full = self.spread is None or (self.done < self.rows and self.flops + work <= self.budget)
         self.done, self.flops = self.done + len(chosen), self.flops + work * full
         bounds, path = BOUNDS[store.dtype], store.folder / shard.name
         final, control = compare(self.head, parts, bounds, None if full else self.spread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -136,6 +137,12 @@ def _joined(parts: list) -> list:
     return [torch.cat(parts)] if len(parts) > 1 else parts
 
 
+def next_number(folder: Path, part: str) -> int:
+    """Number of the first shard behind those of a part."""
+    taken = [SHARD_NAME.fullmatch(p.name) for p in folder.glob(f"shard-{part}-*.safetensors")]
+    return 1 + max((int(m[2]) for m in taken if m), default=-1)
+
+
 class StoreWriter:
     """Appends samples to shards of one part; sealing runs in the background. `begin` and slots are
     thread-safe.
@@ -150,6 +157,8 @@ class StoreWriter:
         reserve: bytes of the disk that stay free.
         prove: called with (store of the one sealed shard, its Shard) before its manifest line is written;
             returns what to note about it; a StageError from it removes the shard.
+        writers: how many of them, in processes of their own, fill this folder and part at the same time.
+        first: number of its first shard; the next is `writers` higher. None: behind those that are there.
     """
 
     def __init__(
@@ -162,19 +171,23 @@ class StoreWriter:
         shard_bytes: int = 1_000_000_000,
         reserve: int = 0,
         prove: Callable[[Store, Shard], dict | None] | None = None,
+        writers: int = 1,
+        first: int | None = None,
     ):
         self.folder, self.part, self.layers, self.hidden = Path(folder), part, list(layers), hidden
         self.dtype, self.shard_bytes, self.reserve, self.prove = dtype, shard_bytes, reserve, prove
         self.state_bytes = (len(layers) - 1) * hidden * DTYPES[dtype][1]
         self.manifest = self.folder / f"manifest-{part}.jsonl"
-        taken = [SHARD_NAME.fullmatch(p.name) for p in self.folder.glob(f"shard-{part}-*.safetensors")]
-        self._next = 1 + max((int(m[2]) for m in taken if m), default=-1)
+        self.writers = writers
+        self._next = next_number(self.folder, part) if first is None else first
         self._lock = threading.RLock()
         self._open: _Open | None = None
         self._dropped: list[dict] = []
-        # Two at once: one waits for the disk while the other is read back. More would only hold memory.
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="seal")
-        self._room = threading.Semaphore(3)
+        # Two at once: one waits for the disk while the other is read back. More would only hold memory; where
+        # there are several writers, they are the others.
+        sealers = 2 if writers == 1 else 1
+        self._pool = ThreadPoolExecutor(sealers, thread_name_prefix="seal")
+        self._room = threading.Semaphore(sealers + 1)
         self._waiting = self._pending = 0
         self._sealing: list[Future] = []
 
@@ -189,8 +202,9 @@ class StoreWriter:
             raise ValueError(f"a sample of {len(token_ids)} tokens can't have a prompt of {prompt}")
         self._raise_failed()
         size = sample_bytes(len(token_ids), prompt, len(self.layers) - 1, self.hidden, self.dtype)
-        # Final states wait in memory until their shard is sealed; the disk must hold them too.
-        needed = size + self._waiting + HEADER_ROOM
+        # Final states wait in memory until their shard is sealed; the disk must hold them too, and what waits
+        # in the other writers, which is about as much.
+        needed = size + (self._waiting + HEADER_ROOM) * self.writers
         if shutil.disk_usage(self.folder).free < needed + self.reserve:
             raise disk_full(self.folder, needed, self.reserve)
         while True:
@@ -201,7 +215,7 @@ class StoreWriter:
                     self._open = self._new_shard()
                 if self._open:
                     return self._take(self._open, token_ids, prompt, size)
-            # Three shards are being sealed already: the disk is the limit, wait for it without the lock.
+            # Enough shards are being sealed already: the disk is the limit, wait for it without the lock.
             self._room.acquire()
             self._room.release()
             self._raise_failed()
@@ -295,7 +309,7 @@ class StoreWriter:
 
     def _new_shard(self) -> _Open:
         name = f"shard-{self.part}-{self._next:05d}.safetensors"
-        self._next += 1
+        self._next += self.writers
         tmp = self.folder / f".{name}.{os.getpid()}.tmp"
         return _Open(name, tmp, os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
 
@@ -444,6 +458,7 @@ class StoreWriter:
         fresh = not self.manifest.exists()
         fd = os.open(self.manifest, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # other writers append to it too
             rest = (json.dumps(line, ensure_ascii=False) + "\n").encode()
             while rest:
                 rest = rest[os.write(fd, rest) :]

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 # Model types that a repository's own code defines on top of one that transformers knows.
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 
+# Model types whose final norm multiplies by its weight as it is. speculators lists those whose norm does not,
+# but importing it takes many seconds.
+PLAIN_NORM = ("llama", "deepseek_v3", "kimi_k2")
+
 # How a `verifier.model` begins that is no hub id.
 NO_HUB_ID = ("pip:", "script:", "/", ".", "~")
 
@@ -192,10 +196,12 @@ class Verifier:
 
     def norm_weight(self) -> torch.Tensor:
         """Gain of the final RMSNorm [hidden] as it multiplies, float32: 1 + w in the Gemma family, else w."""
+        weight, kind = self.tensor(self.tensor_names["norm"]).float(), self.value("model_type")
+        if kind in PLAIN_NORM:
+            return weight
         from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
 
-        weight = self.tensor(self.tensor_names["norm"]).float()
-        return weight + 1 if self.text["model_type"] in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES else weight
+        return weight + 1 if kind in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES else weight
 
     def tokenizer(self):
         """The verifier's tokenizer.

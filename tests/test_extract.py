@@ -9,8 +9,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +21,9 @@ import torch
 from conftest import load_stage
 from states_stub import LAYERS, Stub, default_rows, make_recipe, toy_row, write_rows
 
-from eagle3 import extract
+from eagle3 import extract, state_checks
 from eagle3.config import load_recipe
-from eagle3.contract import RunDir
+from eagle3.contract import ROOT, RunDir
 from eagle3.extract import row_seed
 from eagle3.looping import is_looping
 from eagle3.server import served_name, staging_candidates
@@ -278,7 +281,7 @@ def test_a_spoiled_sample_is_named_the_others_are_stored_and_a_rerun_redoes_it(
 ):
     """Fault cases 18 (zeros, constant rows) and 27 (one NaN, one inf), and other shapes of the same."""
     monkeypatch.setenv("EXTRACT_REQUESTS", "1")
-    monkeypatch.setattr(extract.LayerRange, "SETTLED", 6)
+    monkeypatch.setattr(state_checks.LayerRange, "SETTLED", 6)
     with toy.stub() as stub:
         stub.spoil = spoil
         assert toy.run() == 1
@@ -777,3 +780,115 @@ def test_earlier_turns_are_answered_by_the_verifier_itself(toy, monkeypatch):
     assert toy.store.token_ids(info).tolist()[: info.prompt] == [*first, *earlier, 6, 7]
     toy.rows["train"][0]["history"] = {**history, "kwargs": {"x": 1}}
     assert toy.run() == 2
+
+
+# --- several processes --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    monkeypatch.setattr("eagle3.extract_store.usable_cores", lambda: 4)
+
+
+def test_processes_store_what_threads_store(toy, two_processes, monkeypatch):
+    with toy.stub():
+        assert toy.run() == 0
+        assert "2 processes check and store" in toy.log
+        shards = toy.store.shards.values()
+        assert len(shards) >= 2  # each has its own
+        assert all(s.proof for s in shards) and toy.log.count("proved by") == len(shards)
+        several, peak = toy.store.digest(), toy.record["peak_rss_bytes"]
+        assert set(toy.record["layer_norms"]) == {str(k) for k in [*LAYERS, 8]}
+        assert peak > 300e6  # two processes with torch are counted
+        monkeypatch.setattr("eagle3.extract_store.usable_cores", lambda: 2)
+        assert toy.run("--force") == 0
+        assert toy.store.digest() == several
+        assert len(toy.store.shards) == 1
+
+
+def test_processes_name_a_spoiled_row_and_a_wrong_layer(toy, two_processes):
+    with toy.stub() as stub:
+        stub.spoil = zeros
+        assert toy.run() == 1
+        (failure,) = toy.failures
+        assert (failure["reason"], len(toy.store.samples)) == ("zeros", 16)
+        stub.spoil = lambda states, ids, number: states
+        assert toy.run() == 0
+        assert len(stub.requests) == 18
+        one_layer_early(stub)
+        assert toy.run("--force") == 1
+    assert "state proof failed" in toy.log
+    assert not list(toy.run_dir.hidden.glob("shard-*"))
+
+
+def writers_of(pid: int) -> list[int]:
+    """Processes of a 03 that check and store."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            status, command = (entry / "status").read_text(), (entry / "cmdline").read_bytes()
+        except (OSError, ValueError):
+            continue
+        if f"PPid:\t{pid}\n" in status and b"eagle3.extract_store" in command:
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_process_that_dies_ends_the_run_and_a_rerun_takes_its_rows(toy, two_processes):
+    toy.configure(**{"states.shard_bytes": 150_000})
+    with toy.stub() as stub:
+
+        def kill_one(body, number):
+            if number == 14:
+                os.kill(writers_of(os.getpid())[0], signal.SIGKILL)
+
+        stub.refuse = kill_one
+        assert toy.run() == 1
+        assert "a process that stores states ended with status -9: out of memory?" in toy.log
+        assert not writers_of(os.getpid())
+        stub.refuse, asked, kept = lambda body, number: None, len(stub.requests), len(toy.store.samples)
+        assert 0 < kept < 17
+        assert toy.run() == 0
+        assert len(stub.requests) - asked == 17 - kept
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_03_and_a_rerun_takes_what_is_missing(toy, two_processes, signum):
+    """Its whole group gets the TERM of a Ctrl-C; a kill -9 hits 03 alone, and the kernel takes the others."""
+    toy.configure(**{"states.shard_bytes": 150_000})
+    write_rows(toy.run_dir.path, toy.rows)
+    reached = threading.Event()
+    with toy.stub() as stub:
+
+        def hold(body, number):
+            if number >= 14:
+                reached.set()
+                time.sleep(5)
+
+        stub.refuse = hold
+        code = (
+            "import runpy, sys, eagle3.extract_store as e; e.usable_cores = lambda: 4; "
+            "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        )
+        command = [sys.executable, "-c", code, "03_extract_hidden.py", "--recipe", str(toy.recipe)]
+        command += ["--run-dir", str(toy.run_dir.path), "--endpoint", stub.url]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        assert reached.wait(60)
+        writers = writers_of(process.pid)
+        assert len(writers) == 2
+        if signum == signal.SIGTERM:
+            os.killpg(process.pid, signum)
+        else:
+            process.kill()
+        assert process.wait(20) == (143 if signum == signal.SIGTERM else -9)
+        deadline = time.time() + 5
+        while any(Path(f"/proc/{pid}").exists() for pid in writers) and time.time() < deadline:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in writers)
+        stub.refuse = lambda body, number: None
+        asked = len(stub.requests)
+        assert toy.run() == 0
+        if signum == signal.SIGTERM:
+            assert len(stub.requests) - asked < 10  # what was whole was sealed
+    assert len(toy.store.samples) == 17
+    assert not list(toy.run_dir.hidden.glob(".shard*"))
