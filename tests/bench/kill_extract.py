@@ -3,10 +3,10 @@
 
     python tests/bench/kill_extract.py [--kills 30] [--rows 300] [--given]   default verifier, vLLM on CPU
 
-Compared with an uninterrupted run over the same rows: same row ids; equal token ids where the answer is given
-(--given uses the first answers), for generated ones equal up to a near-tie (first differing position, and
-how far apart the log-probabilities of the two tokens are there); no stray file in the folder or in staging.
-The server stays up; what is killed is 03 itself, the part that has something to lose.
+Compared with an uninterrupted run over the same rows, and that one with another: same row ids; equal token
+ids where the answer is given (--given uses the first answers), for generated ones equal up to a near-tie
+(first position where they differ, and how far apart the log-probabilities of the two tokens are there); no
+stray file. The server stays up; what is killed is 03 itself, the part that has something to lose.
 """
 
 from __future__ import annotations
@@ -114,7 +114,12 @@ def inner(args) -> int:
     began = time.time()
     assert stage(run_dir, work / "03.log").wait() == 0, (work / "03.log").read_text()[-3000:]
     seconds = time.time() - began
-    (run_dir / "03_hidden").rename(whole / "03_hidden" if whole.mkdir() is None else whole)
+    whole.mkdir()
+    (run_dir / "03_hidden").rename(whole / "03_hidden")
+    # The same again without a kill: what differs between these two is the server's doing.
+    assert stage(run_dir, work / "03.log").wait() == 0, (work / "03.log").read_text()[-3000:]
+    control = compare(run_dir, whole, url, served_name(verifier))
+    shutil.rmtree(run_dir / "03_hidden")
     if args.given:
         store = folder_of(whole)
         answers = {s.id: store.token_ids(s).tolist()[s.prompt :] for s in store.samples}
@@ -151,6 +156,7 @@ def inner(args) -> int:
         "strays": strays(run_dir),
     }
     found |= compare(run_dir, whole, url, served_name(verifier))
+    found["two_uninterrupted_runs"] = control
     found["passes"] = bool(code == 0 and not found["strays"] and found["same_ids"] and not found["different"])
     (work / "result.json").write_text(json.dumps(found))
     return 0
