@@ -73,8 +73,15 @@ class Work:
         from eagle3.progress import Progress
 
         stage, profile, verifier = self.stage, self.stage.profile, self.verifier
-        urls, limit = self._servers()
-        roots = staging_candidates(stage.run)
+        urls, roots = self._urls(), staging_candidates(stage.run)
+        # First, because its processes need seconds to start.
+        rows = None if stage.args.answers_only else self._store(urls, roots)
+        try:
+            limit = self._limit(urls)
+        except BaseException:
+            if rows:
+                rows.close(discard=True)
+            raise
         if left := empty_staging(roots):
             log.info("%d files of an interrupted run removed from the staging folder", left)
         name = served_name(verifier)
@@ -82,7 +89,6 @@ class Work:
         gate = Gate(profile.EXTRACT_REQUESTS, self._staging_budget(), self.stop)
         if self.mode == "two-pass":
             self.answers = Answers(stage.run.hidden / "answers.jsonl")
-        rows = None if stage.args.answers_only else self._store(urls, roots)
         self.extractor = Extractor(
             client, gate, rows, stage.recipe.answers, stage.recipe.seed, limit, verifier.served_layers,
             verifier.hidden_size, roots, self._wants_proof, self._next_prompt(),
@@ -132,17 +138,20 @@ class Work:
                 raise
             log.warning("the open shard is lost: %s", err)
 
-    def _servers(self) -> tuple[list[str], int]:
-        """Endpoints that answer as the recipe's verifier, and the tokens that one request may have.
+    def _urls(self) -> list[str]:
+        profile = self.stage.profile
+        host = "127.0.0.1" if profile.VERIFIER_HOST == "0.0.0.0" else profile.VERIFIER_HOST
+        return [u.rstrip("/") for u in self.stage.args.endpoint or [f"http://{host}:{profile.VERIFIER_PORT}"]]
+
+    def _limit(self, urls: list[str]) -> int:
+        """The tokens that one request may have.
 
         Raises:
-            StageError: none answers, one is another model, or its limit is below the recipe's.
+            StageError: an endpoint doesn't answer, is another model, or its limit is below the recipe's.
         """
         import requests
 
-        profile, want = self.stage.profile, self.stage.recipe.verifier.max_model_len
-        host = "127.0.0.1" if profile.VERIFIER_HOST == "0.0.0.0" else profile.VERIFIER_HOST
-        urls = [u.rstrip("/") for u in self.stage.args.endpoint or [f"http://{host}:{profile.VERIFIER_PORT}"]]
+        want = self.stage.recipe.verifier.max_model_len
         for url in urls:
             try:
                 models = requests.get(f"{url}/v1/models", timeout=30).json()["data"]
@@ -160,7 +169,7 @@ class Work:
                     f"{url} takes {limit} tokens a request, the recipe's verifier.max_model_len is {want}: "
                     "start it again with this recipe"
                 )
-        return urls, want
+        return want
 
     def _staging_budget(self) -> int:
         """Bytes that may lie between server and shard: the profile's, or half of what the folder has free."""

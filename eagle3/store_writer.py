@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # sealed.
 HEADER_ROOM = 128 * 1024
 BASE = 8 + HEADER_ROOM
+LIBC = ctypes.CDLL(None)
 
 
 class DiskFull(StageError):
@@ -57,6 +59,14 @@ def pwrite_all(fd: int, data, offset: int, path: Path) -> None:
         if err.errno in (errno.ENOSPC, errno.EDQUOT):
             raise disk_full(path.parent, len(view) - done) from None
         raise
+
+
+def start_writing(fd: int, offset: int, size: int) -> None:
+    """Let the kernel begin to write a part of a file now, and don't wait: a later sync has less left to do.
+
+    sync_file_range(2) with SYNC_FILE_RANGE_WRITE; where a filesystem has none, nothing happens.
+    """
+    LIBC.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), 2)
 
 
 @dataclass
@@ -113,6 +123,9 @@ class Slot:
         """The sample is whole; returns its checksum."""
         if self.written != self.states:
             raise ValueError(f"{id}: {self.written} states written, {self.states} announced")
+        start_writing(
+            self.shard.fd, BASE + self.start * self.writer.state_bytes, self.states * self.writer.state_bytes
+        )
         # One piece each: a seal of hundreds of small writes takes seconds beside busy threads.
         self.aux_scale, self.final, self.final_scale = map(
             _joined, (self.aux_scale, self.final, self.final_scale)

@@ -352,6 +352,18 @@ def test_the_state_proof_stops_states_that_only_look_right(toy, fault, text, mon
     assert not list(toy.run_dir.hidden.glob("manifest-*"))
 
 
+def test_the_proofs_control_waits_for_enough_positions(toy, monkeypatch):
+    """A layer that agrees by chance at one position ended a run."""
+    monkeypatch.setattr("eagle3.proof.CONTROL_POSITIONS", 100)
+    toy.configure(**{"states.shard_bytes": 30_000})
+    with toy.stub() as stub:
+        copy_of_aux(stub)
+        assert toy.run() == 1
+    refused = re.search(r"proves nothing: .* over (\d+) positions", toy.log)
+    assert int(refused[1]) >= 100
+    assert toy.store.shards
+
+
 def test_every_shard_is_proved_even_if_none_of_its_rows_asked(toy):
     toy.configure(**{"states.proof_rows": 1, "states.shard_bytes": 150_000})
     with toy.stub() as stub:
@@ -797,6 +809,8 @@ def test_processes_store_what_threads_store(toy, two_processes, monkeypatch):
         shards = toy.store.shards.values()
         assert len(shards) >= 2  # each has its own
         assert all(s.proof for s in shards) and toy.log.count("proved by") == len(shards)
+        # One proves over the whole vocabulary, the other without reading the head.
+        assert sorted({s.proof["vocabulary"] for s in shards}) == ["all", "few"]
         several, peak = toy.store.digest(), toy.record["peak_rss_bytes"]
         assert set(toy.record["layer_norms"]) == {str(k) for k in [*LAYERS, 8]}
         assert peak > 300e6  # two processes with torch are counted
