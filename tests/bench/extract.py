@@ -421,7 +421,7 @@ def gpu(args) -> dict:
         say(f"verifier made in {time.time() - began:.0f} s")
     touched = touch_memory(args.touch_gb) if args.touch_gb else 0.0
     say(f"memory touched in {touched:.0f} s")
-    rates = {n: round(write_rate(work, args.write_gb, n), 3) for n in (1, 3)}
+    rates = {n: round(write_rate(work, args.write_gb, n), 3) for n in (1, 3, 6)}
     say(f"fsynced writes by streams: {rates} GB/s")
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     # 64 rows of 2,047 states are 7.5 GB: what the staging folder holds.
@@ -486,7 +486,7 @@ def main() -> int:
     p.add_argument("--prompts", type=int, default=500)
     p.add_argument("--rows", type=int, default=384, help="rows of 2,048 tokens (384 = 42 GB); twice in fp8")
     p.add_argument("--touch-gb", type=float, default=48, help="memory to touch first")
-    p.add_argument("--write-gb", type=int, default=8)
+    p.add_argument("--write-gb", type=int, default=12)
     p.add_argument("--staging-gb", default="8")
     p.add_argument(
         "--rehearse", action="store_true", help="the GPU steps on a CPU, tiny: does it run at all?"
