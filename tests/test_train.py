@@ -512,6 +512,29 @@ def test_muon_s_iteration_makes_singular_values_one():
         assert torch.nn.functional.cosine_similarity(found.flatten(), (left @ right).flatten(), 0) > 0.97
 
 
+def test_argmax_by_way_of_max_is_the_same(monkeypatch):
+    from patches import torch_argmax_cpu
+
+    monkeypatch.setattr(torch, "argmax", torch.argmax)
+    x = torch.randint(-4, 4, (2, 50, 300), generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, 7, 100] = torch.nan
+    wanted = [
+        torch.argmax(x, -1),
+        torch.argmax(x, 1, keepdim=True),
+        torch.argmax(x),
+        torch.argmax(x.float(), -1),
+    ]
+    torch_argmax_cpu.apply()
+    assert torch.argmax is torch_argmax_cpu.argmax
+    found = [
+        torch.argmax(x, dim=-1),
+        torch.argmax(x, 1, keepdim=True),
+        torch.argmax(x),
+        torch.argmax(x.float(), -1),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
 # --- stop and go on -----------------------------------------------------------------------------------------
 
 
