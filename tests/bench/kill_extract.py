@@ -134,7 +134,7 @@ def inner(args) -> int:
         while process.poll() is None and count_starts(run_dir) == begun:
             time.sleep(0.05)
         # A shard is sealed a few seconds after the first answers: kills before, while and after that.
-        wait = rng.uniform(0.0, 8.0 + 1.5 * seconds / args.kills)
+        wait = rng.uniform(0.0, 8.0 + seconds / args.kills)
         try:
             process.wait(wait)
             if process.returncode == 0:
