@@ -64,12 +64,12 @@ def strays(run_dir: Path) -> list[str]:
     return found
 
 
-def compare(run_dir: Path, other: Path, url: str, model: str) -> dict:
-    """Token ids of two stores: equal, near a tie where they part, or different."""
+def compare(run_dir: Path, other: Path, rows: list[dict], url: str, model: str) -> dict:
+    """Token ids of two stores of these rows: equal, near a tie where they part, or different."""
     import requests
 
     a, b = folder_of(run_dir), folder_of(other)
-    mine, theirs = ({s.id: s for s in x.samples} | x.dropped for x in (a, b))
+    mine = {s.id for s in a.samples} | set(a.dropped)
     same = near = 0
     different, gaps = [], []
     kept = {s.id: s for s in b.samples}
@@ -92,7 +92,7 @@ def compare(run_dir: Path, other: Path, url: str, model: str) -> dict:
         if gap > NEAR_TIE:
             different.append(info.id)
     return {
-        "same_ids": set(mine) == set(theirs), "rows": len(mine), "same": same, "near_tie": near,
+        "same_ids": mine == {r["id"] for r in rows}, "rows": len(mine), "same": same, "near_tie": near,
         "different": different, "largest_gap": max(gaps, default=0.0),
     }  # fmt: skip
 
@@ -118,7 +118,7 @@ def inner(args) -> int:
     (run_dir / "03_hidden").rename(whole / "03_hidden")
     # The same again without a kill: what differs between these two is the server's doing.
     assert stage(run_dir, work / "03.log").wait() == 0, (work / "03.log").read_text()[-3000:]
-    control = compare(run_dir, whole, url, served_name(verifier))
+    control = compare(run_dir, whole, rows, url, served_name(verifier))
     shutil.rmtree(run_dir / "03_hidden")
     if args.given:
         store = folder_of(whole)
@@ -155,7 +155,7 @@ def inner(args) -> int:
         "given_answers": args.given,
         "strays": strays(run_dir),
     }
-    found |= compare(run_dir, whole, url, served_name(verifier))
+    found |= compare(run_dir, whole, rows, url, served_name(verifier))
     found["two_uninterrupted_runs"] = control
     found["passes"] = bool(code == 0 and not found["strays"] and found["same_ids"] and not found["different"])
     (work / "result.json").write_text(json.dumps(found))
