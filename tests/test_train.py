@@ -94,8 +94,11 @@ def same(a: dict, b: dict) -> bool:
 
 @pytest.fixture(scope="module")
 def unbroken(template, tmp_path_factory):
+    return uninterrupted(template, tmp_path_factory.mktemp("unbroken"))
+
+
+def uninterrupted(template, folder: Path) -> Path:
     """What an uninterrupted run gives."""
-    folder = tmp_path_factory.mktemp("unbroken")
     shutil.copytree(template[0] / "03_hidden", folder / "run" / "03_hidden")
     os.environ["PROFILE"] = "cpu-smoke"
     torch.set_num_threads(1)
@@ -729,12 +732,9 @@ def test_accelerates_own_sharding_is_refused(fresh, monkeypatch, capfd):
 @pytest.fixture(scope="module")
 def unbroken_float32(template, tmp_path_factory):
     """As `unbroken`, in float32 everywhere: bf16 rounds a row and its halves apart, by 0.4 % of a loss."""
-    folder = tmp_path_factory.mktemp("unbroken32")
-    shutil.copytree(template[0] / "03_hidden", folder / "run" / "03_hidden")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle3.training.autocasts", lambda: False)
-        assert train(folder / "run", template[1]) == 0
-    return folder / "run"
+        return uninterrupted(template, tmp_path_factory.mktemp("unbroken32"))
 
 
 IN_FLOAT32 = """\
